@@ -1,0 +1,211 @@
+"""The configuration: one frozen struct, from which flags, environment variables, help and docs come."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from sapwood.srt.errors import ConfigError
+
+
+class Flag(msgspec.Struct, frozen=True):
+    """What the command line says of one field: help text, range, and other names of the flag."""
+
+    help: str
+    low: float | None = None
+    high: float | None = None
+    aliases: tuple[str, ...] = ()
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be chosen at start. Lengths are in tokens, times in seconds."""
+
+    model_path: Annotated[
+        str | None,
+        Flag(
+            "a Hugging Face folder or a .gguf file; without one the packaged SmolLM2-135M-Instruct",
+            aliases=("--model",),
+        ),
+    ] = None
+    served_model_name: Annotated[str | None, Flag("the name that requests use (default: the model's)")] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"],
+        Flag("`dummy` makes seeded random weights from the config alone"),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "float16"],
+        Flag("storage of the weights; auto: float32 on a CPU"),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16"],
+        Flag("storage of K and V; auto: float32 for float32 weights, else float16"),
+    ] = "auto"
+    context_length: Annotated[
+        int | None, Flag("longest prompt plus output (default: the model's)", 2, 2**24)
+    ] = None
+    skip_tokenizer_init: Annotated[bool, Flag("serve token ids only")] = False
+    split_special_tokens: Annotated[
+        bool, Flag("encode special-token strings inside a chat message's text as plain text")
+    ] = True
+
+    host: Annotated[str, Flag("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Flag("port to listen on", 0, 65535)] = 30000
+    tokenizer_workers: Annotated[int, Flag("tokenizer processes", 1, 64)] = 1
+    max_body_bytes: Annotated[int, Flag("largest request body in bytes", 1024, 2**31)] = 4 * 2**20
+    stream_buffer: Annotated[
+        int, Flag("chunks a slow reader may lag behind before its request ends with an error", 16, 2**20)
+    ] = 4096
+    drain_timeout: Annotated[float, Flag("seconds that running requests get after SIGTERM", 0, 86400)] = 30.0
+    heartbeat_timeout: Annotated[
+        float, Flag("seconds without a heartbeat after which a process counts as dead", 1, 3600)
+    ] = 30.0
+
+    max_running_requests: Annotated[int, Flag("rows of a step", 1, 4096)] = 64
+    max_queued_requests: Annotated[
+        int, Flag("waiting requests; one more is answered 503", 1, 1_000_000)
+    ] = 4096
+    max_total_tokens: Annotated[
+        int | None, Flag("KV slots in the pool (default: from memory)", 2, 2**31 - 1)
+    ] = None
+    mem_fraction_static: Annotated[
+        float, Flag("share of the free memory that the KV pool may take", 0.01, 0.99)
+    ] = 0.5
+    chunked_prefill_size: Annotated[
+        int, Flag("token budget of a step; longer prompts are split; -1: never split", -1, 2**20)
+    ] = 256
+    schedule_policy: Annotated[
+        Literal["lpm", "fcfs"], Flag("lpm: longest cached prefix first, with ageing; fcfs: first come")
+    ] = "lpm"
+    disable_radix_cache: Annotated[bool, Flag("keep nothing between requests")] = False
+    disable_overlap_schedule: Annotated[
+        bool, Flag("plan a step only after the result of the last")
+    ] = False
+
+    cpu_isa: Annotated[
+        Literal["auto", "avx512", "avx2", "portable"], Flag("instruction set of the CPU kernels")
+    ] = "auto"
+    num_threads: Annotated[int | None, Flag("threads of the worker (default: usable cores)", 1, 1024)] = None
+    attention_backend: Annotated[
+        Literal["auto", "cpu", "reference"], Flag("reference: plain torch, slow, for checking")
+    ] = "auto"
+    random_seed: Annotated[
+        int | None, Flag("seed of the seeds drawn for requests without one (default: from the system)")
+    ] = None
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("what is logged")] = "info"
+
+    def check(self) -> Config:
+        """Return self, or raise ConfigError naming the flag, its value and the limit."""
+        for name, _kind, flag in fields():
+            value = getattr(self, name)
+            if value is None or isinstance(value, (str, bool)):
+                continue
+            if (flag.low is not None and value < flag.low) or (flag.high is not None and value > flag.high):
+                raise ConfigError(
+                    f"{option(name)} must be from {flag.low} to {flag.high}, got {value}", param=name
+                )
+        if self.chunked_prefill_size == 0:
+            raise ConfigError("--chunked-prefill-size must be -1 or at least 1, got 0", param="chunked_prefill_size")
+        return self
+
+
+class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A model found on this machine: what every process needs to know of it, read without torch.
+
+    `config` has the keys of a Hugging Face config.json, whatever the source. `tokenizer_file` is a
+    tokenizer.json (for a GGUF one is made once and cached). `eos_ids` is the union of all the places that
+    name one. `template_vars` are the strings a chat template may use (`bos_token`, `eos_token`, ...).
+    """
+
+    name: str
+    format: Literal["safetensors", "gguf", "dummy"]
+    path: str
+    files: list[str]
+    architecture: str
+    config: dict[str, Any]
+    vocab_size: int
+    context_length: int
+    eos_ids: list[int]
+    tokenizer_file: str | None
+    chat_template: str | None
+    template_vars: dict[str, str]
+    sampling_defaults: dict[str, float]
+
+
+def fields() -> list[tuple[str, Any, Flag]]:
+    """(name, type, flag) of every field, in order."""
+    hints = typing.get_type_hints(Config, include_extras=True)
+    return [(name, *typing.get_args(hints[name])) for name in Config.__struct_fields__]
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` one flag for each field; the default comes from `SAPWOOD_<FIELD>` if that is set."""
+    for name, kind, flag in fields():
+        default = Config.__struct_defaults__[list(Config.__struct_fields__).index(name)]
+        help_text = flag.help if default is None or default is False else f"{flag.help} (default: {default})"
+        names = [option(name), *flag.aliases]
+        if kind is bool:
+            parser.add_argument(
+                *names, dest=name, default=None, action=argparse.BooleanOptionalAction, help=help_text
+            )
+        else:
+            choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
+            parser.add_argument(
+                *names, dest=name, default=None, choices=choices, type=None if choices else _plain(kind),
+                help=help_text, metavar=None if choices else name.rpartition("_")[2].upper(),
+            )
+
+
+def from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
+    """The configuration from flags, then environment variables, then defaults."""
+    values: dict[str, Any] = {}
+    for name, kind, _flag in fields():
+        given = getattr(args, name, None)
+        variable = f"SAPWOOD_{name.upper()}"
+        if given is None and variable in environ:
+            given = _from_text(variable, kind, environ[variable])
+        if given is not None:
+            values[name] = given
+    return make(**values)
+
+
+def make(**values: Any) -> Config:
+    """A checked configuration from Python values; an unknown name or a wrong type raises ConfigError."""
+    unknown = sorted(set(values) - set(Config.__struct_fields__))
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r}; see sapwood serve --help", param=unknown[0])
+    try:
+        return msgspec.convert(values, Config).check()
+    except msgspec.ValidationError as e:
+        raise ConfigError(str(e)) from None
+
+
+def _plain(kind: Any) -> type:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    return typing.cast(type, kind)
+
+
+def _from_text(variable: str, kind: Any, text: str) -> Any:
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{variable}={text!r}: {e}") from None
+
+
+def help_rows(argv: Sequence[str] = ()) -> list[tuple[str, str, str, str]]:
+    """(flag, environment variable, default, help) of every field, for the docs."""
+    rows = []
+    for i, (name, _kind, flag) in enumerate(fields()):
+        default = Config.__struct_defaults__[i]
+        rows.append((option(name), f"SAPWOOD_{name.upper()}", str(default), flag.help))
+    return rows

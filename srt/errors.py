@@ -1,0 +1,105 @@
+"""The error tree. Each class carries the HTTP status and OpenAI's `type`; each message names the field,
+the value and the limit."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
+    """An error as it travels between processes and, as JSON, to the client."""
+
+    status: int
+    type: str
+    code: str
+    message: str
+    param: str | None = None
+
+
+class SapwoodError(Exception):
+    """Root of all errors that a user may see.
+
+    `code` is a stable machine-readable word, `param` the request field or flag at fault.
+    """
+
+    status = 500
+    type = "server_error"
+    default_code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.default_code
+
+    def info(self) -> ErrorInfo:
+        return ErrorInfo(self.status, self.type, self.code, self.message, self.param)
+
+
+class BadRequest(SapwoodError):
+    """The request cannot be served as it is, and never will be."""
+
+    status = 400
+    type = "invalid_request_error"
+    default_code = "invalid_value"
+
+
+class ContextTooLong(BadRequest):
+    """The prompt can never fit; the message names both numbers."""
+
+    default_code = "context_length_exceeded"
+
+
+class ModelNotFound(SapwoodError):
+    status = 404
+    type = "invalid_request_error"
+    default_code = "model_not_found"
+
+
+class Conflict(SapwoodError):
+    """The client's request id is in use by a live request."""
+
+    status = 409
+    type = "invalid_request_error"
+    default_code = "duplicate_request_id"
+
+
+class TooLarge(SapwoodError):
+    status = 413
+    type = "invalid_request_error"
+    default_code = "request_too_large"
+
+
+class Overloaded(SapwoodError):
+    """A bounded queue is full; trying again later may work."""
+
+    status = 503
+    type = "overloaded_error"
+    default_code = "queue_full"
+
+
+class Unavailable(SapwoodError):
+    """The server is loading, draining, or one of its processes has died."""
+
+    status = 503
+    type = "server_error"
+    default_code = "unavailable"
+
+
+class ConfigError(SapwoodError):
+    """A flag or a combination of flags cannot work; printed by the command line, which exits with 2."""
+
+    default_code = "invalid_config"
+
+
+class ModelError(SapwoodError):
+    """A model cannot be found or loaded: names the file or the tensor."""
+
+    default_code = "model_load_failed"
+
+
+def from_info(info: ErrorInfo) -> SapwoodError:
+    """The exception for an error that came from another process."""
+    error = SapwoodError(info.message, param=info.param, code=info.code)
+    error.status, error.type = info.status, info.type
+    return error

@@ -1,0 +1,389 @@
+"""Every message between processes: one union, one codec. See DESIGN 2 and 3.
+
+    server ──Generate, Abort, Ask──► tokenizer ──Submit, Cancel, StopAt, Ask──► scheduler ──Step──► worker
+       ▲                               │  ▲                                       │   ▲               │
+       └─Started, Chunk, Ended, Answer─┘  └───Admitted, Tokens, Done, Refused ────┘   └──StepResult───┘
+
+A frame on a socket is one encoded list of messages. Token ids, positions, rows and slots travel as
+little-endian int32 bytes (`pack` and `unpack`), keys as int64.
+
+A request has two names. `rid` is the unique string that server and tokenizer use. `key` is the number
+that its tokenizer gives it for the scheduler: choice c of the request is `key + c`, so that a step's
+tokens are told in two packed arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.srt.config import Config, ModelSource
+from sapwood.srt.errors import ErrorInfo
+from sapwood.srt.params import SamplingParams
+
+Ids = bytes
+"""Little-endian int32 values."""
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """One of the structs below."""
+
+
+# ---- server → tokenizer
+
+
+class TextPrompt(Message, frozen=True):
+    text: str
+
+
+class IdsPrompt(Message, frozen=True):
+    ids: Ids
+
+
+class ChatPrompt(Message, frozen=True):
+    """Messages as the client sent them (dicts of JSON values), rendered by the model's template.
+
+    With `continue_final` the last message is left open and the model goes on with it.
+    """
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final: bool = False
+    template_kwargs: dict[str, Any] = {}
+
+
+class Generate(Message):
+    """One prompt with its n choices. The answer: Started, Chunks, and exactly one Ended.
+
+    `namespace` separates caches: requests with different ones share nothing. `arrived` is
+    `time.monotonic()` of the server (one clock for all processes of a machine).
+    """
+
+    rid: str
+    prompt: TextPrompt | IdsPrompt | ChatPrompt
+    params: SamplingParams
+    namespace: str = ""
+    arrived: float = 0.0
+
+
+class Abort(Message):
+    rid: str
+
+
+class Ask(Message):
+    """A question to the scheduler, passed on by the tokenizer; answered by one Answer with the same call."""
+
+    call: int
+    what: Literal["flush", "state", "check"]
+    tokenizer: int = 0
+
+
+# ---- tokenizer → server
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """Natural-log probability of a token, the token itself, and the most likely alternatives, best first."""
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TextLogprob(msgspec.Struct, array_like=True):
+    """A TokenLogprob with each token's own text and raw bytes, for the OpenAI shapes."""
+
+    id: int
+    logprob: float
+    text: str
+    raw: bytes
+    top: list[tuple[int, float, str, bytes]] = []
+
+
+class Verdict(msgspec.Struct, array_like=True, frozen=True):
+    """What a prefix lookup found: `matched` tokens, and why it stopped there.
+
+    `stopped`: "cold" (nothing of it was ever seen), "diverged" (the tree goes on otherwise at token
+    `matched`), "evicted" (it went on once), "namespace" (the shared namespace knows more of it),
+    "last_token" (all but the last token, which is always computed), "disabled" (no radix cache).
+    """
+
+    matched: int
+    stopped: Literal["cold", "diverged", "evicted", "namespace", "last_token", "disabled"]
+
+
+class Started(Message):
+    """The request was admitted: its prompt is being computed. Comes before the first Chunk.
+
+    `queued` is seconds from arrival to admission.
+    """
+
+    rid: str
+    prompt_ids: Ids
+    verdict: Verdict
+    queued: float
+
+
+class Chunk(Message):
+    """New output of one choice; the last one of a choice carries `finish`.
+
+    `text` never holds any part of a stop string. `ids` are the tokens since the last chunk (those that a stop
+    string ate are included, so that usage adds up); `logprobs` goes with `ids`, if asked for.
+    """
+
+    rid: str
+    choice: int
+    text: str
+    ids: Ids
+    logprobs: list[TextLogprob] | None = None
+    finish: Finish | None = None
+
+
+class Finish(msgspec.Struct, array_like=True, frozen=True):
+    """Why a choice ended: EOS or a stop ("stop", with what matched), a limit ("length"), or "abort"."""
+
+    reason: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    completion_tokens: int = 0
+
+
+class Ended(Message):
+    """The one terminal message of a request. `error` is None when every choice has had its finish."""
+
+    rid: str
+    error: ErrorInfo | None = None
+
+
+class Answer(Message):
+    call: int
+    error: ErrorInfo | None
+    data: dict[str, Any]
+
+
+class Stats(Message):
+    """The scheduler's gauges and counters, sent to the server when they change, at most every 0.2 s."""
+
+    running: int
+    waiting: int
+    slots_used: int
+    slots_cached: int
+    slots_total: int
+    retracted: int
+    steps: int
+    prompt_tokens_cached: int
+    prompt_tokens_computed: int
+    output_tokens: int
+    surplus_tokens: int
+    evicted_tokens: int
+    seconds_saved: float
+
+
+# ---- tokenizer → scheduler
+
+
+class Submit(Message):
+    """A tokenised request. Answered by Admitted and, for each choice, exactly one Done; or by one Refused."""
+
+    key: int
+    tokenizer: int
+    rid: str
+    ids: Ids
+    params: SamplingParams
+    namespace: str
+    arrived: float
+
+
+class StopAt(Message):
+    """A stop string ended choice `choice` at its output token number `n` (1 = the first)."""
+
+    key: int
+    choice: int
+    n: int
+
+
+class Cancel(Message):
+    """End all choices of a request. One that comes before its Submit is kept for a short while."""
+
+    key: int
+
+
+# ---- scheduler → tokenizer
+
+
+class Admitted(Message):
+    key: int
+    verdict: Verdict
+    queued: float
+
+
+class Tokens(Message):
+    """The sampled tokens of one step for one tokenizer's requests: `keys` (int64, key + choice) and `ids`
+    run side by side; `logprobs` maps an index into them to its values, for those that asked."""
+
+    keys: bytes
+    ids: Ids
+    logprobs: dict[int, TokenLogprob] = {}
+
+
+class Done(Message):
+    """The end of one choice after `n` output tokens. `matched` is the EOS or stop id, if one ended it."""
+
+    key: int
+    choice: int
+    n: int
+    reason: Literal["stop", "length", "abort", "error"]
+    matched: int | None = None
+    error: ErrorInfo | None = None
+
+
+class Refused(Message):
+    """The request never ran: no choice of it gets a Done."""
+
+    key: int
+    error: ErrorInfo
+
+
+# ---- scheduler ⇄ worker
+
+
+class RowStart(Message):
+    """Row `row` begins: its first `len(prefix) / 4` positions are already in the pool, in `prefix` slots.
+
+    Draws are keyed by (seed, choice, position); a fork's choices are `choice`, `choice + 1`, ....
+    `history` holds all ids so far for a row with penalties (else empty): the worker rebuilds counts from it;
+    the first `prompt_len` are the prompt.
+    """
+
+    row: int
+    prefix: Ids
+    params: SamplingParams
+    seed: int
+    choice: int
+    prompt_len: int
+    history: Ids = b""
+
+
+class Step(Message):
+    """One step: release rows, admit rows, then extend `rows[i]` by `counts[i]` tokens from `starts[i]`.
+
+    All arrays are int32 of one entry a row, but `ids` and `slots`, which run over the rows' tokens in order.
+    A row whose id is -1 in `ids` (then its count is 1) takes its own last sampled token as its input.
+    `samples[i]` tokens are drawn from the row's last position: 0 in the middle of a prompt, 1, or n
+    where n choices fork.
+    """
+
+    number: int
+    released: bytes
+    admitted: list[RowStart]
+    rows: bytes
+    starts: bytes
+    counts: bytes
+    ids: Ids
+    slots: bytes
+    samples: bytes
+
+
+class RowError(Message):
+    row: int
+    error: ErrorInfo
+
+
+class StepResult(Message):
+    """What step `number` gave: `ids` in the order of rows and samples; `logprobs` maps an index into `ids`.
+
+    A row in `errors` has failed; its ids here are meaningless. `seconds` is the worker's time for the step.
+    """
+
+    number: int
+    ids: Ids
+    logprobs: dict[int, TokenLogprob]
+    errors: list[RowError]
+    seconds: float
+
+
+class WorkerReady(Message):
+    """The worker's weights are loaded; `num_slots` KV slots exist. `facts` explain what was chosen and why."""
+
+    num_slots: int
+    facts: dict[str, str]
+
+
+# ---- launcher ⇄ child, over each child's own socket pair (see lifeline.py)
+
+
+class Boot(Message):
+    """The first message a child gets: all that it needs to know."""
+
+    config: Config
+    source: ModelSource
+    directory: str
+    role: str
+    index: int = 0
+
+
+class Beat(Message):
+    pass
+
+
+class Ready(Message):
+    """A child can do its work. `facts` are printed at start; `max_request_tokens` is set by the scheduler."""
+
+    facts: dict[str, str] = {}
+    max_request_tokens: int = 0
+
+
+class Serve(Message):
+    """Launcher → server: every process is ready."""
+
+    max_request_tokens: int
+    facts: dict[str, str]
+
+
+class Fatal(Message):
+    """A child cannot go on: the reason, for a person."""
+
+    message: str
+
+
+class Died(Message):
+    """Launcher → server: a process has died; end every request with an error."""
+
+    message: str
+
+
+class Drain(Message):
+    """Launcher → server: admit nothing more, finish or abort what runs, then exit with 0."""
+
+    seconds: float
+
+
+AnyMessage = (
+    Generate | Abort | Ask | Started | Chunk | Ended | Answer | Stats
+    | Submit | StopAt | Cancel | Admitted | Tokens | Done | Refused
+    | Step | StepResult | WorkerReady
+    | Boot | Beat | Ready | Serve | Fatal | Died | Drain
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[AnyMessage])
+
+
+def encode(messages: list[Any]) -> bytes:
+    return _encoder.encode(messages)
+
+
+def decode(frame: bytes | memoryview) -> list[Any]:
+    """The messages of a frame; msgspec.ValidationError (with the path) if it is not one."""
+    return _decoder.decode(frame)
+
+
+def pack(values: npt.ArrayLike) -> bytes:
+    """Integers as little-endian int32 bytes."""
+    return np.ascontiguousarray(values, dtype="<i4").tobytes()
+
+
+def unpack(data: bytes) -> npt.NDArray[np.int32]:
+    """A read-only int32 view of packed integers."""
+    return np.frombuffer(data, dtype="<i4")

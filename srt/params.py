@@ -1,0 +1,94 @@
+"""Sampling parameters: one struct from the HTTP field to the sampler."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from sapwood.srt.errors import BadRequest
+
+MAX_N = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one request's tokens are drawn and when they end.
+
+    `temperature == 0` is greedy. `top_k` 0 and -1 are off. Without a `seed` one is drawn per request.
+    `logprobs` is None for none, else the number of alternatives (0 to 20); values are natural logarithms of
+    the model's own distribution, before temperature, penalties, biases and filters.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the sampler needs counts of the tokens seen so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def check(self, vocab_size: int) -> SamplingParams:
+        """Return self, or raise BadRequest naming the field, its value and the limit.
+
+        `vocab_size` bounds token ids in `logit_bias` and `stop_token_ids`.
+        """
+        _between("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _between("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _between("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequest(
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", param="min_tokens"
+            )
+        _between("temperature", self.temperature, 0.0, 100.0)
+        _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _between("top_k", self.top_k, -1, 2**62)
+        _between("min_p", self.min_p, 0.0, 1.0)
+        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.logprobs is not None:
+            _between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.seed is not None:
+            _between("seed", self.seed, -(2**63), 2**63 - 1)
+        self._check_lists(vocab_size)
+        return self
+
+    def _check_lists(self, vocab_size: int) -> None:
+        _between("length of stop", len(self.stop), 0, MAX_STOPS, param="stop")
+        for text in self.stop:
+            _between("length of a stop string", len(text), 1, MAX_STOP_CHARS, param="stop")
+        _between("length of stop_token_ids", len(self.stop_token_ids), 0, 256, param="stop_token_ids")
+        for token in self.stop_token_ids:
+            _between("a stop token id", token, 0, vocab_size - 1, param="stop_token_ids")
+        _between("length of logit_bias", len(self.logit_bias), 0, MAX_BIASES, param="logit_bias")
+        for token, bias in self.logit_bias.items():
+            _between("a token id in logit_bias", token, 0, vocab_size - 1, param="logit_bias")
+            _between("a logit_bias value", bias, -100.0, 100.0, param="logit_bias")
+
+
+def _between(
+    name: str, value: float, low: float, high: float, *, open_low: bool = False, param: str | None = None
+) -> None:
+    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+        left = "above" if open_low else "from"
+        raise BadRequest(f"{name} must be {left} {low} to {high}, got {value}", param=param or name)
