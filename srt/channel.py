@@ -22,7 +22,7 @@ class Inbox:
     """The PULL end: everything that others send to this process."""
 
     def __init__(self, directory: str, role: str, index: int = 0) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address(directory, role, index))
@@ -63,7 +63,7 @@ class Outbox:
     """The PUSH end to one process's inbox."""
 
     def __init__(self, directory: str, role: str, index: int = 0) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address(directory, role, index))

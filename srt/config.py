@@ -67,9 +67,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30.0
 
     max_running_requests: Annotated[int, Flag("rows of a step", 1, 4096)] = 64
-    max_queued_requests: Annotated[
-        int, Flag("waiting requests; one more is answered 503", 1, 1_000_000)
-    ] = 4096
+    max_queued_requests: Annotated[int, Flag("waiting requests; one more is answered 503", 1, 1_000_000)] = (
+        4096
+    )
     max_total_tokens: Annotated[
         int | None, Flag("KV slots in the pool (default: from memory)", 2, 2**31 - 1)
     ] = None
@@ -83,9 +83,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Literal["lpm", "fcfs"], Flag("lpm: longest cached prefix first, with ageing; fcfs: first come")
     ] = "lpm"
     disable_radix_cache: Annotated[bool, Flag("keep nothing between requests")] = False
-    disable_overlap_schedule: Annotated[
-        bool, Flag("plan a step only after the result of the last")
-    ] = False
+    disable_overlap_schedule: Annotated[bool, Flag("plan a step only after the result of the last")] = False
 
     cpu_isa: Annotated[
         Literal["auto", "avx512", "avx2", "portable"], Flag("instruction set of the CPU kernels")
@@ -110,7 +108,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     f"{option(name)} must be from {flag.low} to {flag.high}, got {value}", param=name
                 )
         if self.chunked_prefill_size == 0:
-            raise ConfigError("--chunked-prefill-size must be -1 or at least 1, got 0", param="chunked_prefill_size")
+            raise ConfigError(
+                "--chunked-prefill-size must be -1 or at least 1, got 0", param="chunked_prefill_size"
+            )
         return self
 
 
@@ -160,8 +160,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         else:
             choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
             parser.add_argument(
-                *names, dest=name, default=None, choices=choices, type=None if choices else _plain(kind),
-                help=help_text, metavar=None if choices else name.rpartition("_")[2].upper(),
+                *names,
+                dest=name,
+                default=None,
+                choices=choices,
+                type=str if choices else _plain(kind),
+                help=help_text,
+                metavar=None if choices else name.rpartition("_")[2].upper(),
             )
 
 

@@ -35,15 +35,15 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 # ---- server → tokenizer
 
 
-class TextPrompt(Message, frozen=True):
+class TextPrompt(Message):
     text: str
 
 
-class IdsPrompt(Message, frozen=True):
+class IdsPrompt(Message):
     ids: Ids
 
 
-class ChatPrompt(Message, frozen=True):
+class ChatPrompt(Message):
     """Messages as the client sent them (dicts of JSON values), rendered by the model's template.
 
     With `continue_final` the last message is left open and the model goes on with it.
@@ -304,7 +304,7 @@ class StepResult(Message):
 
 
 class WorkerReady(Message):
-    """The worker's weights are loaded; `num_slots` KV slots exist. `facts` explain what was chosen and why."""
+    """The worker's weights are loaded; `num_slots` KV slots exist. `facts` say what was chosen, and why."""
 
     num_slots: int
     facts: dict[str, str]
