@@ -1,0 +1,120 @@
+"""Which waiting sequences get a row in this step: prefix lookup, siblings, memory."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.srt.messages import Admitted, Verdict
+from sapwood.srt.scheduler import policy
+from sapwood.srt.scheduler.request import Request, Sequence
+from sapwood.srt.scheduler.state import State
+
+RESERVE = 16
+"""Output tokens per row for which there must be room at admission; beyond that rows may be retracted."""
+
+
+@dataclass(slots=True)
+class Admission:
+    """A row that begins in this step, with the slots of its cached prefix."""
+
+    row: int
+    prefix: npt.NDArray[np.int32]
+
+
+def admit(state: State, budget: int) -> list[Admission]:
+    """Seat waiting sequences, in the policy's order, until rows, slots or the step's budget are used up.
+
+    A sequence that cannot be seated for want of rows or slots stops the search, so that it is not overtaken
+    for ever by smaller ones. One whose prefix is being computed by a running sibling waits, others go on.
+    """
+    admitted: list[Admission] = []
+    if budget <= 0 or not state.waiting or not state.rows.num_free:
+        return admitted
+    for sequence in policy.order(state):
+        if budget <= 0:
+            break
+        if not _rows_suffice(state, sequence):
+            break
+        if _sibling_computes(state, sequence):
+            continue
+        admission = _seat(state, sequence)
+        if admission is None:
+            break
+        admitted.append(admission)
+        work = min(budget, len(sequence.ids) - len(admission.prefix))
+        budget -= work
+        state.prefill_work += work
+    return admitted
+
+
+def _rows_suffice(state: State, sequence: Sequence) -> bool:
+    if sequence.resumed:
+        return state.rows.num_free > 0
+    wanted = min(sequence.request.params.n, state.rows.capacity)
+    return state.rows.num_free - state.reserved_rows >= wanted
+
+
+def _sibling_computes(state: State, sequence: Sequence) -> bool:
+    """Whether a row whose prompt is being computed will put more of this prefix into the tree than is there."""
+    rows = state.rows
+    candidates = rows.computing()
+    if not len(candidates):
+        return False
+    request, ids = sequence.request, sequence.ids[:-1]
+    best = 0
+    for row in candidates:
+        other = rows.sequence[row]
+        assert other is not None
+        if other.request.namespace == request.namespace:
+            best = max(best, common_prefix(ids, rows.ids[row, : rows.prompt_end[row]]))
+    return best > 0 and best > policy.peek(state, sequence)
+
+
+def common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    """How many leading ids two arrays share."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def _seat(state: State, sequence: Sequence) -> Admission | None:
+    """Match, lock and give a row; None (and nothing changed) if the slots do not suffice."""
+    rows, tree, request = state.rows, state.tree, sequence.request
+    total = len(sequence.ids)
+    found = tree.match(request.namespace, sequence.ids.tobytes(), total - 1)
+    tree.lock(found.node)
+    left = len(request.prompt) + request.max_tokens - total
+    need = total - found.length + min(left, RESERVE)
+    if need > state.available - _promised(state):
+        tree.unlock(found.node)
+        return None
+    row = rows.seat(sequence, found.slots, found.node)
+    del state.waiting[sequence.key]
+    if not request.admitted:
+        _first_admission(state, request, found.verdict)
+    return Admission(row, found.slots)
+
+
+def _promised(state: State) -> int:
+    """Slots that running rows still need: the rest of their prompts and a reserve of output each."""
+    rows = state.rows
+    active = rows.active
+    rest = np.maximum(rows.length - rows.planned, 0)
+    output = np.clip(rows.limit - rows.length, 0, RESERVE)
+    return int((rest + output)[active].sum())
+
+
+def _first_admission(state: State, request: Request, verdict: Verdict) -> None:
+    request.admitted = True
+    if not request.forked and request.params.n > 1:
+        state.reserved_rows += min(request.params.n, state.rows.capacity) - 1
+    if state.config.disable_radix_cache:
+        verdict = Verdict(0, "disabled")
+    counters = state.counters
+    counters.prompt_tokens_cached += verdict.matched
+    counters.seconds_saved += verdict.matched * counters.seconds_per_prompt_token
+    state.tell(request.tokenizer, Admitted(request.key, verdict, time.monotonic() - request.arrived))

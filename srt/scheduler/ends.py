@@ -1,0 +1,95 @@
+"""How a row gives its slots back, and how a choice ends: in one place, exactly once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from sapwood.srt.errors import ErrorInfo
+from sapwood.srt.messages import Done
+from sapwood.srt.scheduler.request import Request, Sequence
+from sapwood.srt.scheduler.state import State
+
+Reason = Literal["stop", "length", "abort", "error"]
+
+
+def keep_in_tree(state: State, row: int, count: int) -> None:
+    """Put the row's first `count` tokens, all computed, into the tree, and lock the path down to there.
+
+    The row's slots do not change: where the tree had the token already, the row's own stays private.
+    """
+    rows, tree = state.rows, state.tree
+    sequence = rows.sequence[row]
+    assert sequence is not None
+    assert count <= rows.done[row]
+    node = rows.node[row]
+    if count <= node.depth:
+        return
+    inserted = tree.insert(
+        sequence.request.namespace, rows.ids[row, :count].tobytes(), rows.slots[row, :count]
+    )
+    tree.lock(inserted.node)
+    tree.unlock(node)
+    rows.node[row] = inserted.node
+    rows.private[row] -= count - inserted.existing
+
+
+def release(state: State, row: int, keep: int) -> None:
+    """Give up all of the row's slots: the first `keep` tokens to the tree, the rest to the pool, once.
+
+    In-order execution in the worker makes this safe while a step that writes to them is in flight: whoever
+    gets the slots next writes in a later step.
+    """
+    rows = state.rows
+    keep_in_tree(state, row, keep)
+    own, node = rows.own(row), rows.node[row]
+    shared = state.tree.path_slots(node)
+    given = len(shared)
+    duplicates = own[:given][own[:given] != shared]
+    state.pool.free(np.concatenate([duplicates, own[given:]]))
+    state.tree.unlock(node)
+    rows.private[row] = 0
+
+
+def finish(
+    state: State,
+    sequence: Sequence,
+    n: int,
+    reason: Reason,
+    matched: int | None = None,
+    error: ErrorInfo | None = None,
+) -> None:
+    """End a choice after its first `n` output tokens, wherever it is, and answer Done.
+
+    A failed row's tokens never reach the tree.
+    """
+    request, rows = sequence.request, state.rows
+    if sequence.row >= 0:
+        keep = min(len(request.prompt) + max(n, 1) - 1, int(rows.done[sequence.row]))
+        release(state, sequence.row, 0 if reason == "error" else keep)
+        rows.vacate(sequence.row)
+    else:
+        state.waiting.pop(sequence.key, None)
+    del state.sequences[sequence.key]
+    state.tell(request.tokenizer, Done(request.key, sequence.choice, n, reason, matched, error))
+    unborn = range(1, request.params.n) if not request.forked else ()
+    for choice in unborn:
+        state.tell(request.tokenizer, Done(request.key, choice, 0, reason, None, error))
+    _leave(state, request, 1 + len(unborn))
+
+
+def _leave(state: State, request: Request, choices: int) -> None:
+    request.live -= choices
+    if not request.forked and request.admitted:
+        unreserve(state, request)
+    if request.live:
+        return
+    del state.requests[request.key]
+    if state.config.disable_radix_cache:
+        state.tree.flush(request.namespace)
+
+
+def unreserve(state: State, request: Request) -> None:
+    """Give back the rows that were held for the request's choices."""
+    state.reserved_rows -= min(request.params.n, state.rows.capacity) - 1

@@ -1,0 +1,35 @@
+"""The order in which waiting sequences are considered.
+
+`fcfs`: by arrival. `lpm`: longest cached prefix first, so that what shares a prefix runs while the prefix is
+hot; ties by arrival. Ageing bounds how far a request can be overtaken: once `AGE_BUDGETS` step budgets of
+prompt tokens have been admitted since it came, it goes ahead of all younger requests, whatever they match.
+Sequences that have already run (retracted, or forked from a running request) always go first.
+"""
+
+from __future__ import annotations
+
+from sapwood.srt.scheduler.request import Sequence
+from sapwood.srt.scheduler.state import State
+
+AGE_BUDGETS = 16
+
+
+def order(state: State) -> list[Sequence]:
+    """The waiting sequences that could be admitted now, the first to go first."""
+    ready = [s for s in state.waiting.values() if not s.pending]
+    if state.config.schedule_policy == "fcfs":
+        return sorted(ready, key=lambda s: (not s.resumed, s.request.order, s.choice))
+    oldest_work = state.prefill_work - AGE_BUDGETS * state.budget
+
+    def rank(s: Sequence) -> tuple[bool, bool, int, int, int]:
+        aged = s.request.work_at_arrival < oldest_work
+        matched = 0 if s.resumed or aged else peek(state, s)
+        return (not s.resumed, not aged, -matched, s.request.order, s.choice)
+
+    return sorted(ready, key=rank)
+
+
+def peek(state: State, sequence: Sequence) -> int:
+    """How many leading tokens of the sequence the tree holds, its last token excluded."""
+    ids = sequence.ids
+    return state.tree.peek(sequence.request.namespace, ids.tobytes(), len(ids) - 1)[0]

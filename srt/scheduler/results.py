@@ -1,0 +1,208 @@
+"""Takes in a StepResult: inserts what was computed, hands tokens on, sees ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.srt import messages
+from sapwood.srt.errors import ErrorInfo
+from sapwood.srt.messages import StepResult, TokenLogprob, Tokens
+from sapwood.srt.scheduler.ends import finish, keep_in_tree, unreserve
+from sapwood.srt.scheduler.request import Sequence
+from sapwood.srt.scheduler.state import Sent, State
+
+SMOOTHING = 0.1
+
+
+@dataclass(slots=True)
+class _Emitted:
+    """Tokens of a step on their way to the tokenizers."""
+
+    keys: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    tokenizers: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    places: list[npt.NDArray[np.intp]] = field(default_factory=list)
+
+
+def apply(state: State, result: StepResult) -> None:
+    """Take in the result of the oldest step in flight, read against what was sent.
+
+    Tokens go out before any Done of the same step. A row that has ended since is a surplus and is dropped;
+    one that was retracted since takes its token in while it waits.
+    """
+    sent = state.in_flight.popleft()
+    assert sent.number == result.number, (sent.number, result.number)
+    tokens = messages.unpack(result.ids)
+    first = np.cumsum(sent.samples) - sent.samples
+    failed = {error.row: error.error for error in result.errors}
+    _count(state, sent, result)
+    here = state.rows.key[sent.rows] == sent.keys
+    emitted = _Emitted()
+    ended: list[tuple[Sequence, int, str, int | None]] = []
+    if failed:
+        here &= ~np.isin(sent.rows, list(failed))
+    _advance(state, sent, here)
+    plain = here & (sent.samples == 1)
+    ended += _append(state, sent, plain, tokens, first, emitted)
+    for i in np.flatnonzero(sent.samples > 1):
+        if int(sent.rows[i]) not in failed and int(sent.keys[i]) in state.sequences:
+            ended += _fork(state, sent, int(i), tokens, int(first[i]), emitted)
+    for i in np.flatnonzero(~here & (sent.samples <= 1)):
+        ended += _late(state, sent, int(i), tokens, int(first[i]), failed, emitted)
+    _send(state, emitted, result.logprobs)
+    for sequence, n, reason, matched in ended:
+        finish(state, sequence, n, "stop" if reason == "stop" else "length", matched)
+    for row, error in failed.items():
+        place = int(np.flatnonzero(sent.rows == row)[0])
+        failing = state.sequences.get(int(sent.keys[place]))
+        if failing is not None:
+            finish(state, failing, output_count(state, failing), "error", None, error)
+
+
+def output_count(state: State, sequence: Sequence) -> int:
+    """Output tokens of a choice known so far."""
+    total = int(state.rows.length[sequence.row]) if sequence.row >= 0 else len(sequence.ids)
+    return total - len(sequence.request.prompt)
+
+
+def _count(state: State, sent: Sent, result: StepResult) -> None:
+    counters = state.counters
+    counters.steps += 1
+    counters.prompt_tokens_computed += sent.prompt_tokens
+    if sent.prompt_tokens:
+        each = result.seconds / sent.tokens
+        known = counters.seconds_per_prompt_token
+        counters.seconds_per_prompt_token = known + SMOOTHING * (each - known) if known else each
+
+
+def _advance(state: State, sent: Sent, here: npt.NDArray[np.bool_]) -> None:
+    """Note what is computed, and put each prompt chunk into the tree so that siblings can share it."""
+    rows = state.rows
+    rows.done[sent.rows[here]] = sent.ends[here]
+    for row in sent.rows[here & sent.extends]:
+        rows.busy[row] = False
+        keep_in_tree(state, int(row), int(rows.done[row]))
+
+
+def _append(
+    state: State,
+    sent: Sent,
+    plain: npt.NDArray[np.bool_],
+    tokens: npt.NDArray[np.int32],
+    first: npt.NDArray[np.int32],
+    emitted: _Emitted,
+) -> list[tuple[Sequence, int, str, int | None]]:
+    """One token more for each row in `plain`; returns the choices that end with it."""
+    rows = state.rows
+    places = np.flatnonzero(plain)
+    if not len(places):
+        return []
+    at = sent.rows[places]
+    new = tokens[first[places]]
+    rows.ids[at, rows.length[at]] = new
+    rows.length[at] += 1
+    rows.inflight[at] -= 1
+    emitted.keys.append(sent.keys[places])
+    emitted.ids.append(new)
+    emitted.tokenizers.append(rows.tokenizer[at])
+    emitted.places.append(first[places].astype(np.intp))
+    stopped = np.isin(new, state.eos_ids) & ~rows.ignore_eos[at]
+    for i in np.flatnonzero(rows.has_stops[at]):
+        sequence = rows.sequence[at[i]]
+        assert sequence is not None
+        stopped[i] |= int(new[i]) in sequence.request.params.stop_token_ids
+    ended = []
+    for i in np.flatnonzero(stopped | (rows.length[at] >= rows.limit[at])):
+        sequence = rows.sequence[at[i]]
+        assert sequence is not None
+        reason, matched = ("stop", int(new[i])) if stopped[i] else ("length", None)
+        ended.append((sequence, output_count(state, sequence), reason, matched))
+    return ended
+
+
+def _late(
+    state: State,
+    sent: Sent,
+    i: int,
+    tokens: npt.NDArray[np.int32],
+    first: int,
+    failed: dict[int, ErrorInfo],
+    emitted: _Emitted,
+) -> list[tuple[Sequence, int, str, int | None]]:
+    """A row that is no longer what it was: a surplus, or a retracted sequence whose token arrives."""
+    sequence = state.sequences.get(int(sent.keys[i]))
+    if int(sent.rows[i]) in failed:
+        return []
+    if sequence is None or sequence.row >= 0:
+        state.counters.surplus_tokens += int(sent.samples[i])
+        return []
+    sequence.pending = 0
+    if not sent.samples[i]:
+        return []
+    return _take(state, sequence, tokens, first, emitted)
+
+
+def _fork(
+    state: State, sent: Sent, i: int, tokens: npt.NDArray[np.int32], first: int, emitted: _Emitted
+) -> list[tuple[Sequence, int, str, int | None]]:
+    """The prompt's last logits gave one token for each choice: choices 1 to n - 1 begin to wait for a row.
+
+    They go first in the queue and find their whole prompt in the tree.
+    """
+    rows = state.rows
+    source = state.sequences[int(sent.keys[i])]
+    request = source.request
+    prompt = source.ids if source.row < 0 else rows.ids[source.row, : rows.length[source.row]].copy()
+    request.forked = True
+    unreserve(state, request)
+    source.pending = 0
+    ended = []
+    for choice in range(request.params.n):
+        if choice == 0:
+            sequence = source
+        else:
+            sequence = Sequence(request, choice, prompt, resumed=True)
+            state.sequences[sequence.key] = state.waiting[sequence.key] = sequence
+        ended += _take(state, sequence, tokens, first + choice, emitted)
+    return ended
+
+
+def _take(
+    state: State, sequence: Sequence, tokens: npt.NDArray[np.int32], place: int, emitted: _Emitted
+) -> list[tuple[Sequence, int, str, int | None]]:
+    """One token more for one choice, in a row or not; returns it if it ends."""
+    rows, request, token = state.rows, sequence.request, int(tokens[place])
+    if sequence.row >= 0:
+        row = sequence.row
+        rows.ids[row, rows.length[row]] = token
+        rows.length[row] += 1
+        rows.sampled[row] = True
+    else:
+        sequence.ids = np.append(sequence.ids, np.int32(token))
+    emitted.keys.append(np.array([sequence.key], dtype=np.int64))
+    emitted.ids.append(np.array([token], dtype=np.int32))
+    emitted.tokenizers.append(np.array([request.tokenizer], dtype=np.int32))
+    emitted.places.append(np.array([place], dtype=np.intp))
+    n = output_count(state, sequence)
+    params = request.params
+    if (token in state.eos_ids and not params.ignore_eos) or token in params.stop_token_ids:
+        return [(sequence, n, "stop", token)]
+    return [(sequence, n, "length", None)] if n >= request.max_tokens else []
+
+
+def _send(state: State, emitted: _Emitted, logprobs: dict[int, TokenLogprob]) -> None:
+    if not emitted.keys:
+        return
+    keys, ids = np.concatenate(emitted.keys), np.concatenate(emitted.ids)
+    tokenizers, places = np.concatenate(emitted.tokenizers), np.concatenate(emitted.places)
+    state.counters.output_tokens += len(ids)
+    for tokenizer in np.unique(tokenizers):
+        mine = np.flatnonzero(tokenizers == tokenizer)
+        values = {}
+        if logprobs:
+            values = {k: logprobs[int(p)] for k, p in enumerate(places[mine]) if int(p) in logprobs}
+        message = Tokens(keys[mine].astype("<i8").tobytes(), messages.pack(ids[mine]), values)
+        state.tell(int(tokenizer), message)

@@ -1,0 +1,121 @@
+"""The running rows, as numpy columns: a plain decode step touches them without a loop over rows.
+
+    positions of one row   0 ........ done ........ planned ........ length
+                           │ in answered steps │ in steps in flight │ known, not planned
+
+`length` counts the ids known here; a row whose step in flight samples has `inflight` 1 and knows its next
+position, though not the token there, which is the worker's own last sampled one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.srt.scheduler.request import Sequence
+
+
+class Rows:
+    """`capacity` rows of at most `max_tokens` positions each."""
+
+    def __init__(self, capacity: int, max_tokens: int) -> None:
+        def column(dtype: npt.DTypeLike, fill: int = 0) -> npt.NDArray[Any]:
+            return np.full(capacity, fill, dtype=dtype)
+
+        self.capacity = capacity
+        self.active = column(np.bool_)
+        self.sampled = column(np.bool_)
+        """Past its prompt: each further step feeds the last sampled token."""
+        self.busy = column(np.bool_)
+        """Part of its prompt is in flight: it joins no step before that result."""
+        self.ignore_eos = column(np.bool_)
+        self.has_stops = column(np.bool_)
+        self.length = column(np.int32)
+        self.planned = column(np.int32)
+        self.done = column(np.int32)
+        self.prompt_end = column(np.int32)
+        """Its length when it was seated: all up to here is its prompt, or was output before."""
+        self.limit = column(np.int32)
+        self.inflight = column(np.int32)
+        self.key = column(np.int64, -1)
+        self.tokenizer = column(np.int32)
+        self.order = column(np.int64)
+        self.private = column(np.int32)
+        """Slots that belong to the row alone and not to the tree."""
+        self.ids = np.zeros((capacity, max_tokens + 1), dtype=np.int32)
+        self.slots = np.zeros((capacity, max_tokens + 1), dtype=np.int32)
+        self.sequence: list[Sequence | None] = [None] * capacity
+        self.node: list[Any] = [None] * capacity
+        """The locked end of the row's path in the tree."""
+        self._free = list(range(capacity - 1, -1, -1))
+        self._admissions = 0
+        self.released: list[int] = []
+        """Rows given up since the last step was sent."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_active(self) -> int:
+        return self.capacity - len(self._free)
+
+    def seat(self, sequence: Sequence, prefix: npt.NDArray[np.int32], node: Any) -> int:
+        """Give `sequence` a row whose first positions are the `prefix` slots of the tree, down to `node`."""
+        row = self._free.pop()
+        request, matched, total = sequence.request, len(prefix), len(sequence.ids)
+        self.active[row] = True
+        self.sampled[row] = self.busy[row] = False
+        self.ignore_eos[row] = request.params.ignore_eos
+        self.has_stops[row] = bool(request.params.stop_token_ids)
+        self.length[row] = self.prompt_end[row] = total
+        self.planned[row] = self.done[row] = matched
+        self.limit[row] = len(request.prompt) + request.max_tokens
+        self.inflight[row] = self.private[row] = 0
+        self.key[row], self.tokenizer[row] = sequence.key, request.tokenizer
+        self.order[row] = self._admissions
+        self._admissions += 1
+        self.ids[row, :total] = sequence.ids
+        self.slots[row, :matched] = prefix
+        self.sequence[row], self.node[row] = sequence, node
+        sequence.row = row
+        return row
+
+    def vacate(self, row: int) -> None:
+        """Take the row's sequence out of it; the worker hears of it with the next step."""
+        sequence = self.sequence[row]
+        assert sequence is not None
+        sequence.ids = self.ids[row, : self.length[row]].copy()
+        sequence.row = -1
+        self.active[row] = False
+        self.key[row] = -1
+        self.sequence[row] = self.node[row] = None
+        self._free.append(row)
+        self.released.append(row)
+
+    def decoding(self) -> npt.NDArray[np.intp]:
+        """Rows whose next input is their last sampled token, and which may produce one more."""
+        return np.flatnonzero(self.active & self.sampled & (self.length + self.inflight < self.limit))
+
+    def prefilling(self) -> npt.NDArray[np.intp]:
+        """Rows with tokens of their prompt still to plan, oldest first."""
+        rows = np.flatnonzero(self.active & ~self.sampled)
+        return rows[np.argsort(self.order[rows])]
+
+    def computing(self) -> npt.NDArray[np.intp]:
+        """Rows whose prompt is not yet in the tree as a whole."""
+        return np.flatnonzero(self.active & (self.done < self.prompt_end))
+
+    def youngest(self) -> int:
+        rows = np.flatnonzero(self.active)
+        return int(rows[np.argmax(self.order[rows])])
+
+    def oldest(self) -> int:
+        rows = np.flatnonzero(self.active)
+        return int(rows[np.argmin(self.order[rows])])
+
+    def own(self, row: int) -> npt.NDArray[np.int32]:
+        """All slots of the row, by position."""
+        return self.slots[row, : self.planned[row]]

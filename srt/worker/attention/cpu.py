@@ -1,0 +1,39 @@
+"""Attention on the CPU: our own exact kernel over slot lists."""
+
+from __future__ import annotations
+
+import torch
+
+from sapwood.kernels.ops import attention
+from sapwood.srt.models.decoder import Batch, DecoderSpec
+from sapwood.srt.worker.kv_pool import KvPool
+
+
+class CpuAttention:
+    """Calls the kernel named by `backend` ("cpu", or "reference": plain torch) for each layer.
+
+    `slot_table` is [rows, positions] int32 and is read at every call.
+    """
+
+    def __init__(self, spec: DecoderSpec, pool: KvPool, slot_table: torch.Tensor, backend: str) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._slot_table = slot_table
+        self._kernel = attention.attend if backend == "cpu" else attention.attend_reference
+
+    def __call__(self, layer: int, qkv: torch.Tensor, batch: Batch, out: torch.Tensor) -> None:
+        spec = self._spec
+        self._kernel(
+            qkv,
+            self._pool.k[layer],
+            self._pool.v[layer],
+            self._slot_table,
+            batch.rows,
+            batch.starts,
+            batch.counts,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.head_dim**-0.5,
+            out,
+        )

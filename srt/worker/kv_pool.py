@@ -1,0 +1,85 @@
+"""The KV pool: K and V of one token in every layer are one slot."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from sapwood.srt.config import Config
+from sapwood.srt.errors import ConfigError
+
+CONTEXTS_BY_DEFAULT = 4
+"""Without --max-total-tokens the pool holds this many full contexts, if memory allows."""
+
+
+class KvPool:
+    """`k[layer]` and `v[layer]` are [num_slots, num_kv_heads, head_dim] of `dtype`, zeroed lazily by the OS."""
+
+    def __init__(
+        self, num_slots: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        shape = (num_slots, kv_heads, head_dim)
+        self.num_slots = num_slots
+        self.k = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+        self.v = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+
+
+def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    return 2 * layers * kv_heads * head_dim * dtype.itemsize
+
+
+def choose_slots(config: Config, context_length: int, bytes_per_slot: int) -> tuple[int, str]:
+    """(number of slots, why): what was asked for, else a few contexts within the free memory's share.
+
+    Raises ConfigError if what was asked for does not fit in the machine's free memory.
+    """
+    free = free_memory()
+    if config.max_total_tokens is not None:
+        need = config.max_total_tokens * bytes_per_slot
+        if need > free:
+            raise ConfigError(
+                f"--max-total-tokens {config.max_total_tokens} needs {need / 2**20:.0f} MiB,"
+                f" {free / 2**20:.0f} MiB are free",
+                param="max_total_tokens",
+            )
+        return config.max_total_tokens, f"{need / 2**20:.0f} MiB, as asked for"
+    wanted = CONTEXTS_BY_DEFAULT * context_length
+    fitting = int(free * config.mem_fraction_static) // bytes_per_slot
+    if fitting < 2:
+        raise ConfigError(
+            f"{free / 2**20:.0f} MiB of memory are free; a share of {config.mem_fraction_static}"
+            f" (--mem-fraction-static) holds no two slots of {bytes_per_slot} bytes",
+            param="mem_fraction_static",
+        )
+    slots = min(wanted, fitting)
+    why = (
+        f"{CONTEXTS_BY_DEFAULT} contexts of {context_length} tokens"
+        if slots == wanted
+        else f"{config.mem_fraction_static:.0%} of {free / 2**20:.0f} MiB free"
+    )
+    return slots, f"{slots * bytes_per_slot / 2**20:.0f} MiB: {why}"
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of the machine, or of its control group if that is less."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):
+            continue
+    return max(free, 0)

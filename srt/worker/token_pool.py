@@ -1,0 +1,95 @@
+"""What the worker keeps per row between steps: slots by position, the last sampled token, and how to sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.srt import messages
+from sapwood.srt.messages import RowStart
+from sapwood.srt.params import SamplingParams
+
+
+@dataclass(slots=True)
+class History:
+    """Which tokens a penalised row has seen: `prompt` [vocab] flags, `output` [vocab] counts."""
+
+    prompt: npt.NDArray[np.uint8]
+    output: npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Special:
+    """A row whose logits are changed before they are sampled."""
+
+    params: SamplingParams
+    history: History | None
+    bias_ids: npt.NDArray[np.int64]
+    biases: npt.NDArray[np.float32]
+    banned: npt.NDArray[np.int64]
+    banned_before: int
+    """Sampling a position below this must not give a `banned` id."""
+
+
+class TokenPool:
+    """Numpy columns of `capacity` rows with up to `max_tokens` positions each."""
+
+    def __init__(self, capacity: int, max_tokens: int, vocab_size: int, eos_ids: list[int]) -> None:
+        def column(dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+            return np.zeros(capacity, dtype=dtype)
+
+        self.slot_table = np.zeros((capacity, max_tokens + 1), dtype=np.int32)
+        self.last = column(np.int32)
+        self.temperature = column(np.float32)
+        self.top_k = column(np.int32)
+        self.top_p = column(np.float32)
+        self.min_p = column(np.float32)
+        self.seed = column(np.int64)
+        self.choice = column(np.int32)
+        self.logprobs = column(np.int32)
+        """-1: none; else the number of alternatives."""
+        self.special: dict[int, Special] = {}
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+
+    def release(self, rows: npt.NDArray[np.int32]) -> None:
+        for row in rows:
+            self.special.pop(int(row), None)
+
+    def admit(self, start: RowStart) -> None:
+        row, params = start.row, start.params
+        prefix = messages.unpack(start.prefix)
+        self.slot_table[row, : len(prefix)] = prefix
+        self.temperature[row] = params.temperature
+        self.top_k[row] = max(0, params.top_k) if params.top_k < self._vocab_size else 0
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = start.seed
+        self.choice[row] = start.choice
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.special.pop(row, None)
+        if params.penalised or params.logit_bias or params.min_tokens:
+            self.special[row] = self._special(start)
+
+    def _special(self, start: RowStart) -> Special:
+        params = start.params
+        history = None
+        if params.penalised:
+            ids = messages.unpack(start.history)
+            history = History(
+                np.zeros(self._vocab_size, dtype=np.uint8), np.zeros(self._vocab_size, dtype=np.int32)
+            )
+            history.prompt[ids[: start.prompt_len]] = 1
+            np.add.at(history.output, ids[start.prompt_len :], 1)
+        banned = sorted({*self._eos_ids, *params.stop_token_ids}) if params.min_tokens else []
+        return Special(
+            params=params,
+            history=history,
+            bias_ids=np.array(list(params.logit_bias), dtype=np.int64),
+            biases=np.array(list(params.logit_bias.values()), dtype=np.float32),
+            banned=np.array(banned, dtype=np.int64),
+            banned_before=start.prompt_len + params.min_tokens,
+        )
