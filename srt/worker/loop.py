@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from sapwood.kernels import native
@@ -15,7 +13,7 @@ from sapwood.srt.lifeline import Lifeline
 from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.messages import Boot, Step, WorkerReady
 from sapwood.srt.models.decoder import Decoder
-from sapwood.srt.models.registry import spec_for
+from sapwood.srt.models.registry import spec_of
 from sapwood.srt.worker.attention.cpu import CpuAttention
 from sapwood.srt.worker.kv_pool import KvPool, choose_slots, slot_bytes
 from sapwood.srt.worker.runner import Runner
@@ -26,24 +24,24 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, dict[str, str]]:
     """Load the model and make its pool; the facts say what was chosen, and why."""
-    threads = config.num_threads or len(os.sched_getaffinity(0))
+    threads = config.num_threads or native.usable_cores()
     try:
         isa = native.load(config.cpu_isa, threads)
     except RuntimeError as e:
         raise ConfigError(str(e), param="cpu_isa") from None
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
-    spec = spec_for(source)
+    spec = spec_of(source.config)
     dtype = DTYPES["float32" if config.dtype == "auto" else config.dtype]
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
-    decoder = Decoder(spec, open_weights(source, config), dtype)
-    each = slot_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype)
+    decoder = Decoder(spec, open_weights(source), dtype, source.context_length)
+    each = slot_bytes(spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
     num_slots, why = choose_slots(config, source.context_length, each)
-    pool = KvPool(num_slots, spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype)
+    pool = KvPool(num_slots, spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
     tokens = TokenPool(
         config.max_running_requests,
         min(source.context_length, num_slots),
-        spec.vocab_size,
+        spec.vocab,
         source.eos_ids,
     )
     backend = "cpu" if config.attention_backend == "auto" else config.attention_backend

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sapwood.kernels.ops import attention
-from sapwood.srt.models.decoder import Batch, DecoderSpec
+from sapwood.srt.models.decoder import Batch
+from sapwood.srt.models.spec import DecoderSpec
 from sapwood.srt.worker.kv_pool import KvPool
 
 
@@ -31,9 +32,9 @@ class CpuAttention:
             batch.rows,
             batch.starts,
             batch.counts,
-            spec.num_heads,
-            spec.num_kv_heads,
+            spec.q_heads,
+            spec.kv_heads,
             spec.head_dim,
-            spec.head_dim**-0.5,
+            spec.scale,
             out,
         )

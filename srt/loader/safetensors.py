@@ -1,0 +1,71 @@
+"""The tensors of one or more safetensors files, memory-mapped by the safetensors library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sapwood.kernels.ops.gemm import PackedWeight, pack
+from sapwood.srt.errors import ModelError
+from sapwood.srt.loader.folder import INDEX, weight_map
+
+DTYPES = ("F32", "F16", "BF16")
+
+
+class SafetensorsReader:
+    """Reads float32, float16 and bfloat16 tensors as float32.
+
+    Raises ModelError naming a file that is cut short, a tensor that two files hold or that the index places
+    where it is not, and, when it is read, a tensor of another type.
+    """
+
+    def __init__(self, folder: str, files: Sequence[str]) -> None:
+        self.place = folder
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Any] = {}
+        index = Path(folder) / INDEX
+        homes = weight_map(index) if len(files) > 1 and index.is_file() else {}
+        for path in map(Path, files):
+            self._add(path, _open(path), homes)
+        for name, home in homes.items():
+            if name not in self._shapes:
+                raise ModelError(f"{Path(folder) / home}: has no tensor {name}, which {INDEX} places there")
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor.to(torch.float32, copy=True).contiguous()
+
+    def pack(self, names: Sequence[str], dtype: torch.dtype) -> PackedWeight:
+        parts = [self._files[name].get_tensor(name).float() for name in names]
+        return pack(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous(), dtype)
+
+    def _add(self, path: Path, file: Any, homes: Mapping[str, str]) -> None:
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            if homes and homes.get(name) != path.name:
+                continue
+            if name in self._files:
+                raise ModelError(f"{path}: holds the tensor {name}, which another file holds too")
+            view = file.get_slice(name)
+            if view.get_dtype() not in DTYPES:
+                raise ModelError(
+                    f"{path}: tensor {name} has the type {view.get_dtype()}; supported: {', '.join(DTYPES)}"
+                )
+            self._files[name] = file
+            self._shapes[name] = tuple(view.get_shape())
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as e:
+        raise ModelError(f"{path}: is no whole safetensors file: {e}") from None
