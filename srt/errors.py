@@ -70,6 +70,12 @@ class TooLarge(SapwoodError):
     default_code = "request_too_large"
 
 
+class UnsupportedMediaType(SapwoodError):
+    status = 415
+    type = "invalid_request_error"
+    default_code = "unsupported_media_type"
+
+
 class Overloaded(SapwoodError):
     """A bounded queue is full; trying again later may work."""
 
@@ -86,6 +92,18 @@ class Unavailable(SapwoodError):
     default_code = "unavailable"
 
 
+class ProcessDied(Unavailable):
+    """A process of the runtime has ended or fallen silent. `expected`: it said what the user can mend."""
+
+    default_code = "process_died"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, expected: bool = False
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.expected = expected
+
+
 class ConfigError(SapwoodError):
     """A flag or a combination of flags cannot work; printed by the command line, which exits with 2."""
 
@@ -98,8 +116,15 @@ class ModelError(SapwoodError):
     default_code = "model_load_failed"
 
 
+_FROM_ELSEWHERE: tuple[type[SapwoodError], ...] = (
+    ContextTooLong, BadRequest, ModelNotFound, Conflict, TooLarge, Overloaded, Unavailable, ProcessDied,
+)  # fmt: skip
+
+
 def from_info(info: ErrorInfo) -> SapwoodError:
-    """The exception for an error that came from another process."""
-    error = SapwoodError(info.message, param=info.param, code=info.code)
+    """The exception for an error of another process, of the class that has its code, or else its status."""
+    kinds = [k for k in _FROM_ELSEWHERE if k.default_code == info.code]
+    kinds += [k for k in _FROM_ELSEWHERE if (k.status, k.type) == (info.status, info.type)]
+    error = (kinds or [SapwoodError])[0](info.message, param=info.param, code=info.code)
     error.status, error.type = info.status, info.type
     return error

@@ -1,0 +1,343 @@
+"""The server's end of the message protocol, shared by the HTTP server and the offline engine.
+
+Everything here runs on one asyncio loop; no call blocks it, and no method may be called from another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Literal, Protocol
+
+from sapwood.srt.channel import AsyncInbox, Outbox
+from sapwood.srt.config import Config
+from sapwood.srt.errors import Conflict, ErrorInfo, Overloaded, Unavailable, from_info
+from sapwood.srt.messages import (
+    Abort,
+    Answer,
+    Ask,
+    ChatPrompt,
+    Chunk,
+    Ended,
+    Generate,
+    IdsPrompt,
+    Started,
+    Stats,
+    TextPrompt,
+)
+from sapwood.srt.params import SamplingParams
+
+logger = logging.getLogger("sapwood.client")
+
+Prompt = TextPrompt | IdsPrompt | ChatPrompt
+Event = Started | Chunk | Ended
+
+ASK_SECONDS = 10.0
+TOO_SLOW = ErrorInfo(
+    503, "server_error", "slow_reader", "the client reads too slowly: the request was aborted"
+)
+WALKED_AWAY = ErrorInfo(499, "client_error", "client_disconnected", "the client has gone away")
+
+
+class Observer(Protocol):
+    """Sees every event of every stream once, when it arrives; must be quick and must not raise.
+
+    `arrived` is `time.monotonic()` when the request was submitted.
+    """
+
+    def on_started(self, event: Started) -> None: ...
+
+    def on_chunk(self, event: Chunk, arrived: float) -> None: ...
+
+    def on_ended(self, event: Ended, arrived: float) -> None: ...
+
+
+class Stream:
+    """The events of one request in order: Started, Chunks, and exactly one Ended, which is always the last.
+
+    At most `limit` events wait for the reader, and the terminal one. `rid` is unique; `name` is what the
+    client calls the request; `arrived` is `time.monotonic()` at submit.
+    """
+
+    def __init__(
+        self, rid: str, name: str, tokenizer: int, limit: int, cancel: Callable[[str], None]
+    ) -> None:
+        self.rid = rid
+        self.name = name
+        self.tokenizer = tokenizer
+        self.arrived = time.monotonic()
+        self.ended = False
+        self._events: deque[Event] = deque()
+        self._limit = limit
+        self._cancel = cancel
+        self.wake = asyncio.Event()
+
+    def put(self, event: Event) -> bool:
+        """Add an event for the reader. False, and nothing added, if too many wait already."""
+        assert not self.ended, "an event after the terminal one"
+        self.ended = isinstance(event, Ended)
+        if not self.ended and len(self._events) >= self._limit:
+            return False
+        self._events.append(event)
+        self.wake.set()
+        return True
+
+    def ready(self) -> list[Event]:
+        """Every event that waits, without waiting for one."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def cancel(self) -> None:
+        """The reader has gone away: abort the request, unless it has ended."""
+        if not self.ended:
+            self._cancel(self.rid)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            if self.ended:
+                raise StopAsyncIteration
+            self.wake.clear()
+            await self.wake.wait()
+        return self._events.popleft()
+
+
+async def merge(streams: Sequence[Stream]) -> AsyncIterator[list[tuple[int, Event]]]:
+    """All events of several streams, each with its stream's index, in batches of what is ready.
+
+    Ends when every stream has ended. The streams must not be read in another way.
+    """
+    wake = asyncio.Event()
+    open_streams = dict(enumerate(streams))
+    for stream in streams:
+        stream.wake = wake
+    while open_streams:
+        wake.clear()
+        batch = [(i, event) for i, stream in open_streams.items() for event in stream.ready()]
+        for i, event in batch:
+            if isinstance(event, Ended):
+                del open_streams[i]
+        if batch:
+            yield batch
+        else:
+            await wake.wait()
+
+
+class Client:
+    """Sends requests to the tokenizers and hands each one's answer to its own Stream.
+
+    `latest_stats` are the scheduler's last gauges and counters; `failure` is set once `fail_all` was called.
+    """
+
+    def __init__(self, config: Config, directory: str, observer: Observer | None = None) -> None:
+        self.latest_stats: Stats | None = None
+        self.failure: ErrorInfo | None = None
+        self._config = config
+        self._directory = directory
+        self._observer = observer
+        self._streams: dict[str, Stream] = {}
+        self._names: dict[str, list[Stream]] = {}
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._turns = itertools.cycle(range(config.tokenizer_workers))
+        self._unsent: deque[tuple[int, Abort]] = deque()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> None:
+        """Open the sockets and begin to receive."""
+        self._inbox = AsyncInbox(self._directory, "server")
+        count = self._config.tokenizer_workers
+        self._outboxes = [Outbox(self._directory, "tokenizer", i) for i in range(count)]
+        self._receiver = asyncio.create_task(self._receive(), name="client-receive")
+        self._receiver.add_done_callback(self._receiver_ended)
+
+    async def close(self) -> None:
+        """Stop receiving; streams still open end with an error."""
+        self.fail_all(ErrorInfo(503, "server_error", "closed", "the server has been closed"))
+        self._receiver.cancel()
+        await asyncio.gather(self._receiver, return_exceptions=True)
+        self._inbox.close()
+        for outbox in self._outboxes:
+            outbox.close()
+
+    @property
+    def live(self) -> int:
+        """How many streams have not ended."""
+        return len(self._streams)
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, namespace: str = "", rid: str | None = None
+    ) -> Stream:
+        """Start one request. `params` have been checked; `rid` is the client's own name for it.
+
+        Raises Conflict if a live request has that name, Overloaded if the tokenizer's queue is full, and
+        Unavailable after `fail_all`.
+        """
+        return self.submit_all([(prompt, params)], namespace, rid)[0]
+
+    def submit_all(
+        self,
+        items: Sequence[tuple[Prompt, SamplingParams]],
+        namespace: str = "",
+        rid: str | Sequence[str] | None = None,
+    ) -> list[Stream]:
+        """Start several requests, or none of them. One `rid` names them all; a list names each."""
+        names: list[str | None]
+        names = [rid] * len(items) if rid is None or isinstance(rid, str) else list(rid)
+        assert len(names) == len(items), "one name for each request"
+        if self.failure is not None:
+            raise Unavailable(self.failure.message, code=self.failure.code)
+        for name in names:
+            if name is not None and name in self._names:
+                raise Conflict(f"a request with rid {name!r} is still running", param="rid")
+        streams: list[Stream] = []
+        for name, (prompt, params) in zip(names, items, strict=True):
+            stream = self._open(name)
+            streams.append(stream)
+            message = Generate(stream.rid, prompt, params, namespace, stream.arrived)
+            if not self._outboxes[stream.tokenizer].send(message):
+                self._end(stream, Overloaded("the tokenizer's queue is full").info())
+                for other in streams:
+                    other.cancel()
+                raise Overloaded("the tokenizer's queue is full")
+        return streams
+
+    def abort(self, rid: str) -> int:
+        """Abort the request of that name; its stream ends with an "abort" finish. How many streams it has."""
+        streams = list(self._names.get(rid, ()))
+        for stream in streams:
+            self._send_abort(stream)
+        return len(streams)
+
+    def abort_all(self) -> int:
+        """Abort every live request; how many there are."""
+        for stream in self._streams.values():
+            self._send_abort(stream)
+        return len(self._streams)
+
+    async def ask(
+        self, what: Literal["flush", "state", "check"], timeout: float = ASK_SECONDS
+    ) -> dict[str, Any]:
+        """The scheduler's answer to a question; Unavailable after `timeout` seconds without one."""
+        if self.failure is not None:
+            raise Unavailable(self.failure.message, code=self.failure.code)
+        call = next(self._numbers)
+        future = self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            if not self._outboxes[0].send(Ask(call, what)):
+                raise Overloaded("the tokenizer's queue is full")
+            return await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            raise Unavailable(f"the scheduler did not answer within {timeout:g} s") from None
+        finally:
+            del self._calls[call]
+
+    def fail_all(self, error: ErrorInfo) -> None:
+        """End every open stream and question with `error`, and refuse all later ones."""
+        if self.failure is None:
+            self.failure = error
+        for stream in list(self._streams.values()):
+            self._end(stream, error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(from_info(error))
+
+    async def idle(self, timeout: float) -> bool:
+        """Wait until no stream is live; False if some still are after `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        return self._idle.is_set()
+
+    def _open(self, name: str | None) -> Stream:
+        rid = uuid.uuid4().hex
+        stream = Stream(rid, name or rid, next(self._turns), self._config.stream_buffer, self._walked_away)
+        self._streams[rid] = stream
+        self._names.setdefault(stream.name, []).append(stream)
+        self._idle.clear()
+        return stream
+
+    def _end(self, stream: Stream, error: ErrorInfo | None) -> None:
+        """The one place where streams end."""
+        del self._streams[stream.rid]
+        namesakes = self._names[stream.name]
+        namesakes.remove(stream)
+        if not namesakes:
+            del self._names[stream.name]
+        if not self._streams:
+            self._idle.set()
+        ended = Ended(stream.rid, error)
+        stream.put(ended)
+        if self._observer is not None:
+            self._observer.on_ended(ended, stream.arrived)
+
+    def _walked_away(self, rid: str) -> None:
+        stream = self._streams[rid]
+        self._send_abort(stream)
+        self._end(stream, WALKED_AWAY)
+
+    def _send_abort(self, stream: Stream) -> None:
+        abort = Abort(stream.rid)
+        if self._unsent or not self._outboxes[stream.tokenizer].send(abort):
+            self._unsent.append((stream.tokenizer, abort))
+
+    def _send_unsent(self) -> None:
+        """A tokenizer that was too busy for an abort shows by its messages that it goes on."""
+        for _ in range(len(self._unsent)):
+            tokenizer, abort = self._unsent.popleft()
+            if not self._outboxes[tokenizer].send(abort):
+                self._unsent.append((tokenizer, abort))
+
+    async def _receive(self) -> None:
+        while True:
+            for message in await self._inbox.receive():
+                self._take(message)
+            if self._unsent:
+                self._send_unsent()
+            # A socket that always has a frame would never let the readers run.
+            await asyncio.sleep(0)
+
+    def _receiver_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the server cannot receive any more", exc_info=error)
+            self.fail_all(ErrorInfo(500, "server_error", "internal_error", "the server cannot receive"))
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Stats):
+            self.latest_stats = message
+        elif isinstance(message, Answer):
+            self._answer(message)
+        elif isinstance(message, Started | Chunk | Ended):
+            stream = self._streams.get(message.rid)
+            if stream is not None:  # else it ended here first: the reader went away or was too slow
+                self._deliver(stream, message)
+
+    def _answer(self, answer: Answer) -> None:
+        future = self._calls.get(answer.call)
+        if future is None or future.done():
+            return
+        if answer.error is not None:
+            future.set_exception(from_info(answer.error))
+        else:
+            future.set_result(answer.data)
+
+    def _deliver(self, stream: Stream, event: Event) -> None:
+        if isinstance(event, Ended):
+            self._end(stream, event.error)
+        elif not stream.put(event):
+            self._send_abort(stream)
+            self._end(stream, TOO_SLOW)
+        elif self._observer is not None:
+            if isinstance(event, Started):
+                self._observer.on_started(event)
+            else:
+                self._observer.on_chunk(event, stream.arrived)

@@ -1,0 +1,125 @@
+"""Answers of the OpenAI routes: whole objects and the chunks of streams."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from sapwood.srt.messages import Verdict
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CacheReport(msgspec.Struct):
+    """What the prefix lookup of one prompt found: `matched` tokens, and why it `stopped` there."""
+
+    matched: int
+    stopped: str
+
+
+class Usage(msgspec.Struct):
+    """In tokens; a prompt counts once, whatever n is. `cache` is there on request, and a list if there are
+    several prompts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    cache: CacheReport | list[CacheReport] | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AnswerMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+    matched_stop: int | str | None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    matched_stop: int | str | UnsetType | None = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """`usage` is absent, or null in all chunks but the last when the client asked for it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    matched_stop: int | str | UnsetType | None = UNSET
+
+
+class Completion(msgspec.Struct):
+    """A whole answer, or a chunk of a stream: the shape is the same."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+def cache_report(verdict: Verdict) -> CacheReport:
+    return CacheReport(verdict.matched, verdict.stopped)

@@ -1,0 +1,68 @@
+"""The FastAPI application: its routes, and one shape for every error."""
+
+from __future__ import annotations
+
+import fastapi
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+import sapwood
+from sapwood.srt.errors import ErrorInfo, SapwoodError
+from sapwood.srt.metrics import Metrics
+from sapwood.srt.server import chat, completions, control, health, native, openapi
+from sapwood.srt.server.answers import ChatChunk, ChatCompletion, Completion
+from sapwood.srt.server.control import AbortAnswer, AbortRequest
+from sapwood.srt.server.native_protocol import Generated, GenerateRequest
+from sapwood.srt.server.protocol import ChatRequest, CompletionRequest
+from sapwood.srt.server.reply import error_answer
+from sapwood.srt.server.service import Service
+
+_KINDS: list[type] = [
+    ChatRequest, ChatCompletion, ChatChunk, CompletionRequest, Completion, GenerateRequest, Generated,
+    AbortRequest, AbortAnswer,
+]  # fmt: skip
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def create(service: Service, metrics: Metrics) -> FastAPI:
+    """The application that serves `service`."""
+    app = FastAPI(title="Sapwood", version=sapwood.__version__, docs_url=None, redoc_url=None)
+    for router in (
+        chat.routes(service),
+        completions.routes(service),
+        native.routes(service),
+        control.routes(service, metrics),
+        health.routes(service),
+    ):
+        app.include_router(router)
+    openapi.install(app, _KINDS)
+    _install_errors(app)
+    return app
+
+
+def _install_errors(app: FastAPI) -> None:
+    @app.exception_handler(SapwoodError)
+    async def ours(request: Request, error: SapwoodError) -> Response:
+        retry = {"retry-after": "1"} if error.status == 503 else None
+        return error_answer(error.info(), retry)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: fastapi.HTTPException) -> Response:
+        code = _CODES.get(error.status_code, "invalid_request")
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        info = ErrorInfo(error.status_code, "invalid_request_error", code, message)
+        return error_answer(info, dict(error.headers or {}))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return error_answer(ErrorInfo(400, "invalid_request_error", "invalid_value", str(error)))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def internal(request: Request, error: Exception) -> Response:
+        return error_answer(ErrorInfo(500, "server_error", "internal_error", "internal error"))

@@ -1,0 +1,73 @@
+"""What stands between a request's bytes and the routes: size, content type, JSON, nesting, numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from sapwood.srt.errors import BadRequest, TooLarge, UnsupportedMediaType
+
+T = TypeVar("T")
+
+_PATH = re.compile(r"`\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`|missing required field `([^`]*)`")
+_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read(request: Request, kind: type[T], limit: int) -> T:
+    """The request's body, decoded.
+
+    Raises UnsupportedMediaType, TooLarge above `limit` bytes, and BadRequest with the path of what is wrong.
+    A body without a content type is taken as JSON.
+    """
+    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
+        # A page of another origin may post forms and plain text here unasked, but not JSON.
+        raise UnsupportedMediaType(f"the content type must be application/json, got {media!r}")
+    return decode(await _body(request, limit), kind)
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit, int(declared))
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            raise _too_large(limit, len(body))
+    return bytes(body)
+
+
+def _too_large(limit: int, size: int) -> TooLarge:
+    return TooLarge(f"the body may have {limit} bytes (--max-body-bytes), got {size} or more")
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """`body` as a `kind`; BadRequest says what is wrong and where. Of duplicate keys the last one counts."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as e:
+        message = str(e)
+        raise BadRequest(message, param=_param(message), code=_code(message)) from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        lone = _SURROGATE.search(_PAIR.sub(b"", body))
+        message = "a string has a lone surrogate" if lone else str(e)
+        raise BadRequest(f"the body is not valid JSON: {message}", code="invalid_json") from None
+
+
+def _param(message: str) -> str | None:
+    path = _PATH.search(message)
+    names = _UNKNOWN.search(message)
+    parts = [path[1] if path else "", (names[1] or names[2]) if names else ""]
+    return ".".join(p for p in parts if p) or None
+
+
+def _code(message: str) -> str:
+    return "unknown_field" if "unknown field" in message else "invalid_value"

@@ -1,0 +1,33 @@
+"""`POST /generate`, in SGLang's shape."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from sapwood.srt.server import generation, guard
+from sapwood.srt.server.native_protocol import Generated, GenerateRequest
+from sapwood.srt.server.openapi import json_body
+from sapwood.srt.server.reply import Reply
+from sapwood.srt.server.service import Service
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post(
+        "/generate", openapi_extra=json_body(GenerateRequest, Generated, Generated), response_class=Response
+    )
+    async def generate(request: Request) -> Response:
+        service.require_ready()
+        body = await guard.read(request, GenerateRequest, service.config.max_body_bytes)
+        return answer(service, body)
+
+    return router
+
+
+def answer(service: Service, body: GenerateRequest) -> Reply:
+    """Check the request, start its prompts, and return what sends the answer."""
+    prompts = generation.prompts(service, body)
+    params = generation.sampling_params(body, len(prompts), service.source.vocab_size)
+    streams, shape = generation.start(service, body, prompts, params)
+    return Reply(streams, shape, streamed=bool(body.stream))

@@ -1,0 +1,166 @@
+"""One answer, streamed as server-sent events or whole, that ends with its client.
+
+A stream is `data: {...}` events and a last `data: [DONE]`. An error before anything was produced is a plain
+JSON answer with its status; one in the middle is an event `data: {"error": {...}}` before `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sapwood.srt.client import Event, Stream, merge
+from sapwood.srt.errors import ErrorInfo, SapwoodError
+from sapwood.srt.messages import Chunk, Ended, Started
+from sapwood.srt.server.outcome import Outcome
+
+logger = logging.getLogger("sapwood.server")
+
+Batch = list[tuple[int, Started | Chunk]]
+
+DONE = b"data: [DONE]\n\n"
+EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Shape(Protocol):
+    """Turns events into the JSON values of one route. `outcome` has every event before it is asked for."""
+
+    outcome: Outcome
+
+    def whole(self) -> Any:
+        """The answer in one piece, after the last event."""
+        ...
+
+    def deltas(self, batch: Batch) -> Iterator[Any]:
+        """What these events, each with its prompt's index, add to a stream."""
+        ...
+
+    def closing(self) -> Iterator[Any]:
+        """What a stream has after the last event."""
+        ...
+
+
+class JsonAnswer(Response):
+    """Any msgspec-encodable value as a JSON body."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def error_value(error: ErrorInfo) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.type, "code": error.code, "param": error.param}}
+
+
+def error_answer(error: ErrorInfo, headers: dict[str, str] | None = None) -> JsonAnswer:
+    return JsonAnswer(error_value(error), status_code=error.status, headers=headers)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, and cancel it at once when the client disconnects. The body must have been read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Reply(Response):
+    """Sends what `shape` makes of the streams' events; aborts the streams when the client goes away."""
+
+    def __init__(self, streams: Sequence[Stream], shape: Shape, *, streamed: bool) -> None:
+        self._streams = streams
+        self._shape = shape
+        self._streamed = streamed
+        super().__init__(
+            headers={"x-request-id": streams[0].name, **(EVENT_HEADERS if streamed else {})},
+            media_type="text/event-stream" if streamed else "application/json",
+        )
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._send_events if self._streamed else self._send_whole
+        try:
+            await unless_gone(receive, answer(scope, receive, send))
+        finally:
+            for stream in self._streams:
+                stream.cancel()
+            logger.debug("%s %s has ended", scope["path"], self._streams[0].name)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async for batch in merge(self._streams):
+            events, error = _split(batch)
+            if error is not None:
+                await self._send_error(error, scope, receive, send)
+                return
+            self._note(events)
+        try:
+            answer = JsonAnswer(self._shape.whole(), headers={"x-request-id": self._streams[0].name})
+        except SapwoodError as e:
+            answer = error_answer(e.info())
+        await answer(scope, receive, send)
+
+    async def _send_error(self, error: ErrorInfo, scope: Scope, receive: Receive, send: Send) -> None:
+        await error_answer(error, {"x-request-id": self._streams[0].name})(scope, receive, send)
+
+    async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        batches = merge(self._streams)
+        events, error = _split(await anext(batches))
+        if error is not None:
+            await self._send_error(error, scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await _send_body(send, self._events(events))
+        async for batch in batches:
+            events, error = _split(batch)
+            await _send_body(send, self._events(events))
+            if error is not None:
+                await _send_body(send, _event(error_value(error)) + DONE, more=False)
+                return
+        closing = b"".join(map(_event, self._shape.closing()))
+        await _send_body(send, closing + DONE, more=False)
+
+    def _note(self, batch: Batch) -> None:
+        for prompt, event in batch:
+            self._shape.outcome.add(prompt, event)
+
+    def _events(self, batch: Batch) -> bytes:
+        self._note(batch)
+        return b"".join(map(_event, self._shape.deltas(batch)))
+
+
+def _split(batch: list[tuple[int, Event]]) -> tuple[Batch, ErrorInfo | None]:
+    """The events before the first error, and that error."""
+    events: Batch = []
+    for i, event in batch:
+        if not isinstance(event, Ended):
+            events.append((i, event))
+        elif event.error is not None:
+            return events, event.error
+    return events, None
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
+    if body or not more:
+        await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,0 +1,173 @@
+"""No body crashes the server or gets anything but a JSON error with the right status (P47)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from sapwood.srt.messages import ChatPrompt, Generate
+from tests.api.scripted import Harness
+
+CHAT = "/v1/chat/completions"
+ROUTES = (CHAT, "/v1/completions", "/generate", "/abort_request")
+
+
+def chat_body(content: bytes) -> bytes:
+    return b'{"messages":[{"role":"user","content":"' + content + b'"}]}'
+
+
+def send(http: httpx.Client, body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
+    return http.post(path, content=body, headers={"content-type": "application/json", **headers})
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "code", "param"}
+    assert "Traceback" not in response.text
+    return dict(error)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b'"text"',
+        b"null",
+        b"{} x",
+        b"{'a': 1}",
+        b'{"a": NaN}',
+        b"\xff\xfe{\x00}\x00",
+        b"\xef\xbb\xbf{}",
+        b'{"rid": "\xff"}',
+        b'{"rid": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"x":' * 100_000,
+        b"\x00" * 100,
+    ],
+)
+def test_what_is_no_json_object(server: Harness, http: httpx.Client, path: str, body: bytes) -> None:
+    error = error_of(send(http, body, path))
+    assert error["type"] == "invalid_request_error"
+    assert server.tokenizer.received == []
+
+
+@pytest.mark.parametrize("text", [rb"\ud800", rb"a\udfffb", rb"\ud83d\ud83d\ude42", rb"\udc00\ud800"])
+def test_lone_surrogates(http: httpx.Client, text: bytes) -> None:
+    error = error_of(send(http, chat_body(text)))
+    assert error["code"] == "invalid_json"
+    assert "lone surrogate" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (rb"\ud83d\ude42", "🙂"),
+        (rb"\u0000", "\0"),
+        ("é🙂".encode(), "é🙂"),
+        (rb"\\ud800", "\\ud800"),
+        (b"x" * 4_000_000, "x" * 4_000_000),
+    ],
+    ids=["pair", "nul", "raw", "escaped", "large"],
+)
+def test_text_that_is_fine(server: Harness, http: httpx.Client, text: bytes, read: str) -> None:
+    assert send(http, chat_body(text)).status_code == 200
+    prompt = server.tokenizer.wait_for(Generate)[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[0]["content"] == read
+
+
+def test_bad_utf8_in_text(http: httpx.Client) -> None:
+    assert error_of(send(http, chat_body(b"a\xffb")))["code"] == "invalid_json"
+
+
+def test_of_duplicate_keys_the_last_counts(server: Harness, http: httpx.Client) -> None:
+    body = b'{"seed":1,"messages":[{"role":"user","content":"x"}],"seed":2}'
+    assert send(http, body).status_code == 200
+    assert server.tokenizer.wait_for(Generate)[-1].params.seed == 2
+
+
+def test_free_form_values_have_a_depth_limit(http: httpx.Client) -> None:
+    def body(depth: int) -> bytes:
+        deep = b'{"a":' * depth + b"1" + b"}" * depth
+        return chat_body(b"x")[:-1] + b',"chat_template_kwargs":' + deep + b"}"
+
+    assert send(http, body(30)).status_code == 200
+    assert error_of(send(http, body(100)))["param"] == "chat_template_kwargs"
+    assert error_of(send(http, body(100_000)))["code"] == "invalid_json"
+
+
+def test_too_large_a_body(server: Harness, http: httpx.Client) -> None:
+    limit = server.config.max_body_bytes
+    body = chat_body(b"x" * 5_000_000)
+    error = error_of(send(http, body), 413)
+    assert error["code"] == "request_too_large"
+    assert str(limit) in error["message"]
+    assert str(len(body)) in error["message"]
+    assert send(http, chat_body(b"x")).status_code == 200
+
+
+def test_too_large_a_body_without_a_length(http: httpx.Client) -> None:
+    def pieces() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 100_000
+
+    assert error_of(send(http, pieces()), 413)["code"] == "request_too_large"
+    assert send(http, chat_body(b"x")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "media", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+def test_wrong_content_types(http: httpx.Client, media: str) -> None:
+    error = error_of(send(http, chat_body(b"x"), **{"content-type": media}), 415)
+    assert error["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(
+    "media", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"]
+)
+def test_content_types_that_are_json(http: httpx.Client, media: str) -> None:
+    assert send(http, chat_body(b"x"), **{"content-type": media}).status_code == 200
+
+
+def test_no_content_type(http: httpx.Client) -> None:
+    assert http.post(CHAT, content=chat_body(b"x")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/nope", "/v1", "/v1/chat", "/v1/chat/completions/x"])
+def test_unknown_routes(http: httpx.Client, path: str) -> None:
+    error = error_of(http.get(path), 404)
+    assert error["code"] == "not_found"
+    assert path in error["message"]
+
+
+def test_wrong_methods(http: httpx.Client) -> None:
+    response = http.get(CHAT)
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+    assert error_of(http.delete("/health"), 405)["param"] is None
+
+
+def test_an_internal_error_shows_no_traceback(
+    server: Harness, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(server.client, "submit_all", fail)
+    error = error_of(send(http, chat_body(b"x")), 500)
+    assert error == {
+        "message": "internal error",
+        "type": "server_error",
+        "code": "internal_error",
+        "param": None,
+    }
