@@ -1,0 +1,102 @@
+"""Prompts to token ids."""
+
+from __future__ import annotations
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from sapwood.srt import messages
+from sapwood.srt.config import ModelSource
+from sapwood.srt.errors import BadRequest
+from sapwood.srt.messages import ChatPrompt, Ids, IdsPrompt, TextPrompt
+from sapwood.srt.tokenizer.specials import SpecialStrings
+from sapwood.srt.tokenizer.templates import ChatTemplate
+
+Prompt = TextPrompt | IdsPrompt | ChatPrompt
+
+
+class PromptEncoder:
+    """Turns prompts into ids, from any thread; without a tokenizer only ids are taken.
+
+    With `split_special_tokens` a special token's string in a chat message is text (see specials.py). In a
+    TextPrompt it is the token: whoever writes a raw prompt writes its control tokens.
+    """
+
+    def __init__(self, source: ModelSource, tokenizer: Tokenizer | None, split_special_tokens: bool) -> None:
+        self._vocab_size = source.vocab_size
+        self._model = source.name
+        self._tokenizer = tokenizer
+        self._template: ChatTemplate | None = None
+        self._specials: SpecialStrings | None = None
+        if tokenizer is not None and source.chat_template is not None:
+            self._template = ChatTemplate(source.chat_template, source.template_vars)
+            self._specials = SpecialStrings(tokenizer) if split_special_tokens else None
+
+    def encode(self, prompt: Prompt) -> Ids:
+        """The prompt's ids, at least one; raises BadRequest naming the field and the value."""
+        if isinstance(prompt, IdsPrompt):
+            return self._checked(prompt.ids, "prompt")
+        if isinstance(prompt, TextPrompt):
+            return self._checked(messages.pack(self._encode(prompt.text, True, "prompt")), "prompt")
+        try:
+            return self._checked(messages.pack(self._chat(prompt)), "messages")
+        except RecursionError:
+            raise BadRequest("messages are nested too deeply", param="messages") from None
+
+    def _chat(self, prompt: ChatPrompt) -> list[int]:
+        self._need_tokenizer("messages")
+        if self._template is None:
+            raise BadRequest(
+                f"model {self._model} has no chat template; use the completions route", param="messages"
+            )
+        specials = self._specials
+        chat, kwargs = self._template.prepare(prompt.messages), prompt.template_kwargs
+        if specials is not None and not (specials.within(chat) or specials.within(kwargs)):
+            specials = None
+        if specials is not None:
+            chat, kwargs = specials.mark(chat), specials.mark(kwargs)
+        text = self._template.render(chat, prompt.add_generation_prompt, prompt.continue_final, kwargs)
+        if specials is None:
+            return self._encode(text, False, "messages")
+        _check_text(text, "messages")
+        return specials.encode(text)
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        tokenizer = self._need_tokenizer(param)
+        _check_text(text, param)
+        # The batch call is the one that lets other threads run meanwhile.
+        encoding = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _need_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise BadRequest(
+                f"{param}: this server takes token ids only (--skip-tokenizer-init)", param=param
+            )
+        return self._tokenizer
+
+    def _checked(self, ids: Ids, param: str) -> Ids:
+        if len(ids) % 4:
+            raise BadRequest(f"{param} is not a list of token ids", param=param)
+        values = messages.unpack(ids)
+        if not len(values):
+            raise BadRequest(f"{param} is empty; at least one token is needed", param=param)
+        wrong = np.flatnonzero((values < 0) | (values >= self._vocab_size))
+        if len(wrong):
+            raise BadRequest(
+                f"{param} holds token id {values[wrong[0]]} at position {wrong[0]};"
+                f" ids must be from 0 to {self._vocab_size - 1}",
+                param=param,
+            )
+        return ids
+
+
+def _check_text(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise BadRequest(
+            f"{param} holds a lone surrogate (U+{ord(text[e.start]):04X}), which is not a character",
+            param=param,
+        ) from None

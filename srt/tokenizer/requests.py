@@ -1,0 +1,166 @@
+"""One request on its way: the text of its choices, where each one ends, and what the server is told."""
+
+from __future__ import annotations
+
+import struct
+from typing import Protocol
+
+from sapwood.srt.messages import Chunk, Done, Finish, Ids, TextLogprob, TokenLogprob
+from sapwood.srt.params import SamplingParams
+from sapwood.srt.tokenizer.detokenizer import NoText, TextStream
+from sapwood.srt.tokenizer.stops import StopScanner, StopStrings
+
+_INT32 = struct.Struct("<i").pack
+
+
+class Texts(Protocol):
+    """What a request needs of a Vocabulary."""
+
+    def stream(self, skip_special_tokens: bool) -> TextStream: ...
+
+    def describe(self, token: int) -> tuple[str, bytes]: ...
+
+
+class NoTexts:
+    """The vocabulary of a server that takes token ids only."""
+
+    def stream(self, skip_special_tokens: bool) -> TextStream:
+        return NoText()
+
+    def describe(self, token: int) -> tuple[str, bytes]:
+        return "", b""
+
+
+class Choice:
+    """One choice's output. `push` takes its tokens in order; `chunk` gives what the server has not had yet.
+
+    `hit` is the output token at which a stop string was complete. From there on tokens are surplus.
+    A token that may be the end (EOS, a stop id) is kept from the text until it is known whether it was.
+    """
+
+    __slots__ = (
+        "_held",
+        "_ids",
+        "_logprobs",
+        "_min_tokens",
+        "_parts",
+        "_scanner",
+        "_stop_ids",
+        "_stream",
+        "_texts",
+        "count",
+        "dirty",
+        "hit",
+        "index",
+        "request",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: Request, index: int, texts: Texts, stop_ids: frozenset[int], stops: StopStrings | None
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.index = index
+        self.count = 0
+        self.hit: int | None = None
+        self.dirty = False
+        self._stream = texts.stream(params.skip_special_tokens)
+        self._texts = texts
+        self._scanner = StopScanner(stops) if stops is not None else None
+        self._stop_ids = stop_ids
+        self._min_tokens = params.min_tokens
+        self._held: int | None = None
+        self._parts: list[str] = []
+        self._ids = bytearray()
+        self._logprobs: list[TextLogprob] | None = None if params.logprobs is None else []
+
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> bool:
+        """Take the next token. True if a stop string is complete now, for the first time."""
+        if self.hit is not None:
+            return False
+        if self._held is not None and self._release():
+            return True
+        self.count += 1
+        self._ids += _INT32(token)
+        if logprob is not None and self._logprobs is not None:
+            self._logprobs.append(self._named(logprob))
+        if token in self._stop_ids:
+            self._held = token
+            return False
+        text = self._stream.push(token)
+        return bool(text) and self._show(text)
+
+    def _release(self) -> bool:
+        """The token that was kept back did not end the choice: show it."""
+        assert self._held is not None
+        text, self._held = self._stream.push(self._held), None
+        return bool(text) and self._show(text)
+
+    def _show(self, text: str) -> bool:
+        scanner = self._scanner
+        if scanner is not None:
+            text = scanner.feed(text, self.count >= self._min_tokens)
+            if scanner.matched is not None:
+                self.hit = self.count
+        if text:
+            self._parts.append(text)
+        return self.hit is not None
+
+    def _named(self, logprob: TokenLogprob) -> TextLogprob:
+        describe = self._texts.describe
+        top = [(token, value, *describe(token)) for token, value in logprob.top]
+        return TextLogprob(logprob.id, logprob.logprob, *describe(logprob.id), top)
+
+    def chunk(self, finish: Finish | None = None) -> Chunk | None:
+        """All that is new; None if that is nothing."""
+        self.dirty = False
+        if finish is None and not self._ids and not self._parts:
+            return None
+        logprobs = self._logprobs
+        chunk = Chunk(self.request.rid, self.index, "".join(self._parts), bytes(self._ids), logprobs, finish)
+        self._parts.clear()
+        self._ids.clear()
+        if logprobs is not None:
+            self._logprobs = []
+        return chunk
+
+    def finish(self, done: Done) -> Chunk | None:
+        """The last chunk. Where a stop string and another end have crossed, the lower position is the end."""
+        if self.hit is None:
+            self._flush(done)
+        if self.hit is not None and self._scanner is not None and self.hit <= done.n:
+            return self.chunk(Finish("stop", self._scanner.matched, self.hit))
+        assert done.reason != "error"
+        return self.chunk(Finish(done.reason, done.matched, done.n))
+
+    def _flush(self, done: Done) -> None:
+        """Show what was held: incomplete characters, the beginning of a stop string that never came."""
+        ended_by = done.matched if done.reason == "stop" else None
+        if self._held is not None and self._held != ended_by:
+            self._release()
+        if self.hit is None and (text := self._stream.finish()):
+            self._show(text)
+        if self.hit is None and self._scanner is not None:
+            self._parts.append(self._scanner.release())
+
+
+class Request:
+    """A request from its Generate to its Ended. `open` choices have not had their finish yet."""
+
+    __slots__ = ("cancelled", "key", "open", "params", "prompt", "rid", "submitted")
+
+    def __init__(self, rid: str, key: int, params: SamplingParams) -> None:
+        self.rid = rid
+        self.key = key
+        self.params = params
+        self.open = params.n
+        self.prompt: Ids = b""
+        self.submitted = False
+        self.cancelled = False
+
+    def choices(self, texts: Texts, eos_ids: list[int]) -> list[Choice]:
+        """A new state for each choice."""
+        params = self.params
+        stop_ids = frozenset(params.stop_token_ids) | frozenset([] if params.ignore_eos else eos_ids)
+        stops = StopStrings(params.stop) if params.stop else None
+        return [Choice(self, index, texts, stop_ids, stops) for index in range(params.n)]
