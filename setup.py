@@ -2,10 +2,11 @@
 
 `srt/`, `lang/` and `kernels/` are installed as `sapwood.srt`, `sapwood.lang` and `sapwood.kernels`.
 The extension is optional: the language and the docs install without a compiler, and `sapwood serve`
-says what is missing. Each instruction set is one source file with flags of its own; which one runs is
-chosen at run time.
+says what is missing; SAPWOOD_NO_EXTENSION=1 leaves it out. Each instruction set is one source file with
+flags of its own; which one runs is chosen at run time.
 """
 
+import os
 import platform
 from pathlib import Path
 
@@ -20,7 +21,10 @@ FOLDERS = {"sapwood.srt": "srt", "sapwood.lang": "lang", "sapwood.kernels": "ker
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 ISA_FLAGS = {
     "isa_avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "isa_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
+    "isa_avx512": [
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+        "-Wno-maybe-uninitialized",  # GCC 12 warns of its own AVX-512 header, some two thousand lines
+    ],
 }
 
 
@@ -33,7 +37,7 @@ def packages() -> list[str]:
 
 def extensions() -> list:
     sources = [s for s in sorted(Path("kernels/csrc").glob("*.cpp")) if X86 or s.stem not in ISA_FLAGS]
-    if Pybind11Extension is None or not sources:
+    if Pybind11Extension is None or not sources or os.environ.get("SAPWOOD_NO_EXTENSION"):
         return []
     ext = Pybind11Extension(
         "sapwood.kernels._C",

@@ -24,7 +24,10 @@ __all__ = ["Engine", "SamplingParams", "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'sapwood' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    try:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as e:
+        raise ImportError(f"sapwood.{name} needs {e.name}: pip install 'sapwood[serve]'") from e
 
 
 def __dir__() -> list[str]:

@@ -103,7 +103,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is None or isinstance(value, (str, bool)):
                 continue
-            if (flag.low is not None and value < flag.low) or (flag.high is not None and value > flag.high):
+            # Written so that NaN fails too.
+            if not ((flag.low is None or value >= flag.low) and (flag.high is None or value <= flag.high)):
                 raise ConfigError(
                     f"{option(name)} must be from {flag.low} to {flag.high}, got {value}", param=name
                 )
@@ -147,7 +148,7 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse._ActionsContainer) -> None:
     """Give `parser` one flag for each field; the default comes from `SAPWOOD_<FIELD>` if that is set."""
     for name, kind, flag in fields():
         default = Config.__struct_defaults__[list(Config.__struct_fields__).index(name)]

@@ -93,15 +93,27 @@ class Unavailable(SapwoodError):
 
 
 class ProcessDied(Unavailable):
-    """A process of the runtime has ended or fallen silent. `expected`: it said what the user can mend."""
+    """A process of the runtime has ended or fallen silent. `expected`: it said what the user can mend.
+
+    `details` (a traceback) are for the log: the message alone goes to clients.
+    """
 
     default_code = "process_died"
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, expected: bool = False
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        expected: bool = False,
+        details: str = "",
     ) -> None:
         super().__init__(message, param=param, code=code)
         self.expected = expected
+        self.details = details
+        if details:
+            self.add_note(details)
 
 
 class ConfigError(SapwoodError):

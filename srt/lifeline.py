@@ -1,14 +1,19 @@
 """The socket pair between the launcher and each child: boot message, heartbeats, commands, and each
 other's death. It is the one channel that works when all else has failed.
 
-Run as `python -P -m sapwood.srt.lifeline ROLE FD`: reads the Boot message and calls the role's main.
+Run as `python -P -m sapwood.srt.lifeline ROLE MODULE FD`: reads the Boot message and calls MODULE's main.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import faulthandler
 import importlib
 import os
 import queue
+import shutil
+import signal
 import socket
 import struct
 import sys
@@ -16,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from sapwood.srt import messages
@@ -31,7 +37,9 @@ ROLES = {
 """Each module has `main(boot: Boot, lifeline: Lifeline) -> None`, which returns on a clean end."""
 
 BEAT_SECONDS = 0.5
+ORPHAN_SECONDS = 3.0
 FATAL_EXIT = 3
+PR_SET_PDEATHSIG = 1
 
 
 class Wire:
@@ -61,15 +69,28 @@ class Wire:
         except (OSError, ValueError):
             return None
 
+    def hang_up(self) -> None:
+        """End both directions: the other side, and a `read` that waits on this side, see the end at once."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the socket back; only once nobody reads or writes any more."""
+        self._reader.close()
+        self._sock.close()
+
 
 class Lifeline:
     """A child's end. Beats from a thread of its own, so that a long computation never looks like death.
 
-    When the launcher is gone, `on_orphan` is called (a server ends its streams there) and then the process
-    exits at once. Commands from the launcher wait in `commands`, or go to `on_command` once it is set.
+    When the launcher hangs up or is gone, `on_orphan` is called (a server ends its streams there) and the
+    process exits, at the latest `ORPHAN_SECONDS` later. Commands from the launcher wait in `commands`.
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.set_inheritable(False)
+        self._parent = os.getppid()
+        self._orphaned = threading.Lock()
         self._wire = Wire(sock)
         boot = self._wire.read()
         if not isinstance(boot, Boot):
@@ -83,38 +104,73 @@ class Lifeline:
     def ready(self, facts: dict[str, str] | None = None, max_request_tokens: int = 0) -> None:
         self._wire.write(Ready(facts or {}, max_request_tokens))
 
-    def fatal(self, message: str) -> None:
-        self._wire.write(Fatal(message))
+    def fatal(self, message: str, expected: bool = False) -> None:
+        """Tell why this process cannot go on. `expected`: the message alone is enough for a user."""
+        self._wire.write(Fatal(message, expected))
 
     def _beat(self) -> None:
-        while self._wire.write(Beat()):
+        # The parent's id is watched too: a process forked off the launcher's would hold the socket open.
+        while self._wire.write(Beat()) and os.getppid() == self._parent:
             time.sleep(BEAT_SECONDS)
+        self._end()
 
     def _listen(self) -> None:
         while (message := self._wire.read()) is not None:
             self.commands.put(message)
-        if self.on_orphan is not None:
-            self.on_orphan()
-        os._exit(1)
+        self._end()
+
+    def _end(self) -> None:
+        if not self._orphaned.acquire(blocking=False):
+            return
+        limit = threading.Timer(ORPHAN_SECONDS, os._exit, (1,))
+        limit.daemon = True
+        limit.start()
+        try:
+            if self.on_orphan is not None:
+                self.on_orphan()
+            shutil.rmtree(self.boot.directory, ignore_errors=True)
+        finally:
+            os._exit(1)
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel do it, where it can: then a process that is stopped, or computes with the GIL held,
+    does not outlive its launcher either. (The launcher's thread, to be exact, which watches to the end.)"""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    pass
 
 
 def main(argv: list[str]) -> int:
-    """Boot the role `argv[0]` over the socket with file descriptor `argv[1]`."""
-    role, fd = argv[0], int(argv[1])
+    """Boot role `argv[0]`, which module `argv[1]` plays, over the socket with file descriptor `argv[2]`."""
+    role, module, fd = argv[0], argv[1], int(argv[2])
+    # Ends are told over the wire. A signal to every process of a service (systemd's default) must not
+    # take the children from under a launcher that drains. (A handler, as SIG_IGN would outlive an exec.)
+    signal.signal(signal.SIGINT, _ignore)
+    signal.signal(signal.SIGTERM, _ignore)
+    faulthandler.enable()
+    if role != "server":  # which first tells its clients
+        _die_with_launcher()
     lifeline = Lifeline(socket.socket(fileno=fd))
     try:
-        importlib.import_module(ROLES[role]).main(lifeline.boot, lifeline)
+        importlib.import_module(module).main(lifeline.boot, lifeline)
     except SapwoodError as e:
-        lifeline.fatal(e.message)
+        lifeline.fatal(e.message, expected=True)
         return FATAL_EXIT
     except Exception:
-        lifeline.fatal(f"{role} failed:\n{traceback.format_exc()}")
+        lifeline.fatal(traceback.format_exc())
         return FATAL_EXIT
     return 0
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
+    # Under its own name, so that roles which import this module get the same classes.
+    from sapwood.srt import lifeline as itself
+
+    status = itself.main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -342,9 +342,11 @@ class Serve(Message):
 
 
 class Fatal(Message):
-    """A child cannot go on: the reason, for a person."""
+    """A child cannot go on: the reason, for a person. `expected`: it is the user's to mend (a wrong flag, a
+    broken model file), and no traceback."""
 
     message: str
+    expected: bool = False
 
 
 class Died(Message):

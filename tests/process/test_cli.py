@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 import sapwood
@@ -128,6 +129,21 @@ def test_serve_answers_and_ends(model: str) -> None:
             assert process.wait(20) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_generate_can_be_ended(model: str, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    endless = ("--raw", "A river", "--max-tokens", "400", "--stop", "\n\n\n\n", "--max-total-tokens", "512")
+    with start("generate", "--model-path", model, *endless, env={"TMPDIR": str(tmp_path)}) as process:
+        children = []
+        while len(children) < 3:
+            children = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        assert process.wait(20) == code
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+    assert not any(child.is_running() for child in children)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_broken_model_is_refused_by_the_process_that_reads_it(model: str, tmp_path: Path) -> None:

@@ -225,6 +225,28 @@ def test_a_start_that_fails_says_why(
     assert serving.nothing_left()
 
 
+@pytest.mark.parametrize(
+    ("manner", "told", "logged"),
+    [
+        ("refuse", "worker died: tensor layers.7.wq is missing", ""),
+        ("raise", "worker died: exit code 3", "ZeroDivisionError: seven by nothing"),
+    ],
+)
+def test_clients_hear_of_a_failure_but_see_no_traceback(
+    launch: Callable[..., Serving], manner: str, told: str, logged: str
+) -> None:
+    serving = launch({"worker": "role_ends"}, {"ROLE_ENDS": manner, "ROLE_ENDS_AFTER": "1"}).ready()
+    client = serving.connect()
+    client.line()
+    last = client.line()
+    client.close()
+    assert last["message"].startswith(told)
+    assert "Traceback" not in last["message"]
+    assert serving.exit_code() == 1
+    assert f"error: {told}" in serving.output
+    assert logged in serving.output
+
+
 def test_what_a_silent_process_had_started_is_killed_with_it(launch: Callable[..., Serving]) -> None:
     env = {"ROLE_ENDS": "leave a child", "ROLE_ENDS_AFTER": "0"}
     serving = launch({"worker": "role_ends"}, env, config={"heartbeat_timeout": 1.0}).ready()

@@ -154,11 +154,16 @@ def test_a_folder_too_deep_for_sockets_is_told(
     assert not list(deep.iterdir())
 
 
-def test_only_the_worker_computes_with_threads() -> None:
+def test_only_the_worker_computes_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     chosen = config.make(num_threads=3)
     assert child.environment("worker", chosen)["OMP_NUM_THREADS"] == "3"
     for role in ("server", "tokenizer", "scheduler"):
         assert child.environment(role, chosen)["OMP_NUM_THREADS"] == "1"
+    assert child.environment("worker", chosen)["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in child.environment("worker", chosen)
 
 
 class TestWire:

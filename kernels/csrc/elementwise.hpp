@@ -1,0 +1,96 @@
+// Norms, the gated activation, and rotary positions with the write to the KV pool.
+#pragma once
+
+#include <string.h>
+
+#include "simd.hpp"
+
+namespace sapwood {
+namespace {
+
+SAPWOOD_INLINE Vec load_upto(const float *p, int64_t n) { return n >= LANES ? load(p) : load_part(p, (int)n); }
+SAPWOOD_INLINE void store_upto(float *p, Vec v, int64_t n) {
+    if (n >= LANES)
+        store(p, v);
+    else
+        store_part(p, v, (int)n);
+}
+
+inline void norm_one(const float *x, const float *weight, float eps, int64_t size, float *out) {
+    Vec squares = zero();
+    for (int64_t i = 0; i < size; i += LANES) {
+        Vec v = load_upto(x + i, size - i);
+        squares = fma(v, v, squares);
+    }
+    const Vec factor = set1(1.0f / __builtin_sqrtf(hsum(squares) / (float)size + eps));
+    for (int64_t i = 0; i < size; i += LANES) {
+        Vec v = mul(load_upto(x + i, size - i), factor);
+        store_upto(out + i, mul(v, load_upto(weight + i, size - i)), size - i);
+    }
+}
+
+void rms_norm(const Norm &args, int threads) {
+    const int64_t each = args.heads, total = args.m * each;
+#pragma omp parallel for schedule(static) num_threads(threads_for(total * args.size, threads))
+    for (int64_t i = 0; i < total; i++) {
+        const int64_t row = i / each, offset = i % each * args.size;
+        norm_one(args.x + row * args.x_stride + offset, args.weight, args.eps, args.size,
+                 args.out + row * args.out_stride + offset);
+    }
+}
+
+void silu_mul(const Silu &args, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(args.m * args.size * 4, threads))
+    for (int64_t row = 0; row < args.m; row++) {
+        const float *gate = args.gate_up + row * 2 * args.size, *up = gate + args.size;
+        for (int64_t i = 0; i < args.size; i += LANES) {
+            const int64_t left = args.size - i;
+            Vec g = load_upto(gate + i, left);
+            Vec silu = div(g, add(set1(1.0f), exp(sub(zero(), g))));
+            store_upto(args.out + row * args.size + i, mul(silu, load_upto(up + i, left)), left);
+        }
+    }
+}
+
+// A multiply, a multiply and an add, unfused: the same bits as Hugging Face's formula.
+inline void rotate(float *x, const float *cosines, const float *sines, int64_t half_size) {
+    for (int64_t i = 0; i < half_size; i += LANES) {
+        const int64_t left = half_size - i;
+        Vec low = load_upto(x + i, left), high = load_upto(x + half_size + i, left);
+        Vec c = load_upto(cosines + i, left), s = load_upto(sines + i, left);
+        store_upto(x + i, sub(mul(low, c), mul(high, s)), left);
+        store_upto(x + half_size + i, add(mul(high, c), mul(low, s)), left);
+    }
+}
+
+inline void copy_to_pool(const float *from, int64_t n, float *to) { memcpy(to, from, (size_t)n * sizeof(float)); }
+inline void copy_to_pool(const float *from, int64_t n, half *to) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
+    for (; i < n; i++) to[i] = to_half(from[i]);
+}
+
+template <class T>
+void rope_store_typed(const Rope &args, int threads) {
+    const int64_t width = (args.hq + 2 * args.hkv) * args.d, kv = args.hkv * args.d;
+#pragma omp parallel for schedule(static) num_threads(threads_for(args.m * width * 2, threads))
+    for (int64_t i = 0; i < args.m; i++) {
+        float *row = args.qkv + i * width;
+        const float *cosines = args.table + args.positions[i] * args.d;
+        for (int64_t head = 0; head < args.hq + args.hkv; head++)
+            rotate(row + head * args.d, cosines, cosines + args.d / 2, args.d / 2);
+        const float *k = row + args.hq * args.d;
+        copy_to_pool(k, kv, (T *)args.k_pool + args.slots[i] * kv);
+        copy_to_pool(k + kv, kv, (T *)args.v_pool + args.slots[i] * kv);
+    }
+}
+
+void rope_store(const Rope &args, int threads) {
+    if (args.dtype == Dtype::f16)
+        rope_store_typed<half>(args, threads);
+    else
+        rope_store_typed<float>(args, threads);
+}
+
+}  // namespace
+}  // namespace sapwood

@@ -1,0 +1,194 @@
+// Linear layers over packed panels.
+#pragma once
+
+#include <omp.h>
+#include <string.h>
+
+#include "microkernel.hpp"
+
+namespace sapwood {
+namespace {
+
+constexpr int DEPTH = 256;                // of k that one call of the microkernel covers
+constexpr int ROW_STRIDE = DEPTH + 16;    // of copied rows: keeps them out of each other's cache sets
+constexpr int64_t BLOCK_BYTES = 1 << 20;  // of copied rows that should stay in the second-level cache
+constexpr int64_t CALL_ROWS = 1024;       // rows taken at a time, which bounds the copy
+constexpr int STREAM_AHEAD = 16 * PANEL;  // weights fetched ahead of those one row is multiplied with
+constexpr int64_t CONVERT_FROM = 4;       // tiles for which it pays to make floats of halves once
+
+// Writes the finished tile to its place in out; channels beyond n are not written.
+inline void emit(const Linear &args, const float *tile, int64_t tile_stride, int64_t row, int64_t rows, int64_t channel) {
+    int64_t width = least(tile_stride, args.n - channel);
+    for (int64_t r = 0; r < rows; r++) {
+        float *out = args.out + (row + r) * args.out_stride + channel;
+        for (int64_t c = 0; c < width; c += LANES) {
+            Vec sum = load(tile + r * tile_stride + c);
+            int part = (int)(width - c);
+            if (part >= LANES)
+                store(out + c, args.accumulate ? add(load(out + c), sum) : sum);
+            else
+                store_part(out + c, args.accumulate ? add(load_part(out + c, part), sum) : sum, part);
+        }
+    }
+}
+
+inline const float *as_floats(const float *panels, int64_t, int, int, float *) { return panels; }
+
+// [panels][k][16] of halves, `panel_stride` apart, as floats.
+inline const float *as_floats(const half *from, int64_t panel_stride, int panels, int k, float *to) {
+    for (int p = 0; p < panels; p++)
+        for (int i = 0; i < k * PANEL; i += LANES)
+            store(to + (int64_t)p * k * PANEL + i, load(from + p * panel_stride + i));
+    return to;
+}
+
+// One row: nothing to reuse, so it reads the weights once, straight through, at the full depth.
+template <class W>
+void linear_one_row(const Linear &args, int threads) {
+    const W *weight = (const W *)args.weight;
+    const int64_t panels = ceil_div(args.n, PANEL), panel_stride = args.k * PANEL;
+    constexpr int wide = panels_for(1);
+    const Micro<W> micro[2] = {microkernel<1, 1, 0, W>, microkernel<1, wide, 0, W>};
+    const int64_t groups = panels / wide, tasks = groups + panels % wide;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t task = 0; task < tasks; task++) {
+        const bool full = task < groups;
+        const int64_t panel = full ? task * wide : panels - (tasks - task);
+        const Ahead soon = {weight + panel * panel_stride + STREAM_AHEAD, PANEL * (int)sizeof(W)};
+        float tile[4 * PANEL];
+        micro[full](args.x, weight + panel * panel_stride, panel_stride, (int)args.k, false, tile, 0, soon);
+        emit(args, tile, full ? wide * PANEL : PANEL, 0, 1, panel * PANEL);
+    }
+}
+
+// The shape of one call's work: tiles of rows in blocks that stay in cache, times groups of panels.
+template <class W>
+struct Product {
+    const Linear &args;
+    Tiling tiling;
+    int64_t panels, pieces, piece, tiles_in_block, blocks, groups;
+    int wide;
+
+    Product(const Linear &linear, int threads) : args(linear), tiling(linear.m) {
+        panels = ceil_div(args.n, PANEL);
+        pieces = ceil_div(args.k, DEPTH);
+        piece = ceil_div(args.k, pieces);
+        wide = panels_for(tiling.rows(0));
+        groups = ceil_div(panels, wide);
+        int64_t fit = most(1, BLOCK_BYTES / (int64_t)sizeof(float) / args.k / tiling.rows(0));
+        // Too few groups to share out evenly: cut the rows as well.
+        int64_t want = ceil_div(4 * threads, groups);
+        tiles_in_block = most(1, least(fit, ceil_div(tiling.tiles, want)));
+        blocks = ceil_div(tiling.tiles, tiles_in_block);
+    }
+
+    // Where row r's part of piece p begins in the copy.
+    float *row(float *copy, int64_t p, int64_t r) const { return copy + (p * args.m + r) * ROW_STRIDE; }
+
+    void copy_row(float *copy, int64_t r) const {
+        for (int64_t p = 0; p < pieces; p++) {
+            int64_t begin = p * piece, size = least(piece, args.k - begin);
+            memcpy(row(copy, p, r), args.x + r * args.x_stride + begin, (size_t)size * sizeof(float));
+        }
+    }
+
+    // While tile `part` of `parts` is multiplied with piece p, its share of what comes after this piece of the panels.
+    Ahead ahead(const W *b, int64_t p, int count, int64_t part, int64_t parts) const {
+        const int64_t depth = least(piece, args.k - p * piece), row = PANEL * (int64_t)sizeof(W);
+        const int64_t distance = p + 1 < pieces ? depth : count * args.k - p * piece;
+        return {(const char *)b + (distance + part * depth / parts) * row, (int)ceil_div(row, parts)};
+    }
+
+    // The product of one block of rows with `count` panels from `panel`.
+    void compute(float *copy, int64_t block, int64_t panel, int count) const {
+        static thread_local Scratch sums, converted;
+        const int64_t begin = block * tiles_in_block, end = least(begin + tiles_in_block, tiling.tiles);
+        const int64_t first_row = tiling.begin(begin), rows = tiling.begin(end) - first_row;
+        const int64_t width = count * PANEL, panel_stride = args.k * PANEL;
+        float *sum = sums.of<float>((size_t)(rows * width));
+        float *floats = converted.of<float>((size_t)(piece * width));
+        for (int64_t p = 0; p < pieces; p++) {
+            const int64_t k0 = p * piece;
+            const int depth = (int)least(piece, args.k - k0);
+            const W *b = (const W *)args.weight + panel * panel_stride + k0 * PANEL;
+            const bool reuse = sizeof(W) < sizeof(float) && end - begin >= CONVERT_FROM;
+            const float *b32 = reuse ? as_floats(b, panel_stride, count, depth, floats) : nullptr;
+            for (int64_t t = begin; t < end; t++) {
+                const Ahead next = ahead(b, p, count, t - begin, end - begin);
+                const float *a = row(copy, p, tiling.begin(t));
+                float *out = sum + (tiling.begin(t) - first_row) * width;
+                if (reuse)
+                    micro_for<ROW_STRIDE, float>(tiling.rows(t), count)(a, b32, (int64_t)depth * PANEL, depth, p > 0, out, width, next);
+                else
+                    micro_for<ROW_STRIDE, W>(tiling.rows(t), count)(a, b, panel_stride, depth, p > 0, out, width, next);
+            }
+        }
+        emit(args, sum, width, first_row, rows, panel * PANEL);
+    }
+
+    void compute_group(float *copy, int64_t block, int64_t group) const {
+        const int64_t panel = group * wide;
+        if (panel + wide <= panels) return compute(copy, block, panel, wide);
+        for (int64_t p = panel; p < panels; p++) compute(copy, block, p, 1);
+    }
+};
+
+template <class W>
+void linear_rows(const Linear &args, int threads) {
+    static thread_local Scratch rows;
+    const Product<W> product(args, threads);
+    float *copy = rows.of<float>((size_t)(product.pieces * args.m * ROW_STRIDE));
+    // Neighbouring groups go to one thread, so that what it fetches ahead is its own.
+    const int run = (int)most(1, product.blocks * product.groups / (8 * threads));
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < args.m; r++) product.copy_row(copy, r);
+#pragma omp for schedule(dynamic, run)
+        for (int64_t task = 0; task < product.blocks * product.groups; task++)
+            product.compute_group(copy, task / product.groups, task % product.groups);
+    }
+}
+
+template <class W>
+void linear_typed(const Linear &args, int threads) {
+    for (int64_t done = 0; done < args.m; done += CALL_ROWS) {
+        Linear part = args;
+        part.m = least(CALL_ROWS, args.m - done);
+        part.x += done * args.x_stride;
+        part.out += done * args.out_stride;
+        const int useful = threads_for(part.m * part.n * part.k / 8, threads);
+        if (part.m == 1)
+            linear_one_row<W>(part, useful);
+        else
+            linear_rows<W>(part, useful);
+    }
+}
+
+void linear(const Linear &args, int threads) {
+    if (args.dtype == Dtype::f16)
+        linear_typed<half>(args, threads);
+    else
+        linear_typed<float>(args, threads);
+}
+
+template <class W>
+void embed_typed(const Embed &args, int threads) {
+    const W *weight = (const W *)args.weight;
+#pragma omp parallel for schedule(static) num_threads(threads_for(args.m * args.k, threads))
+    for (int64_t i = 0; i < args.m; i++) {
+        const int64_t id = args.ids[i];
+        const W *from = weight + id / PANEL * args.k * PANEL + id % PANEL;
+        for (int64_t k = 0; k < args.k; k++) args.out[i * args.k + k] = value(from[k * PANEL]);
+    }
+}
+
+void embed(const Embed &args, int threads) {
+    if (args.dtype == Dtype::f16)
+        embed_typed<half>(args, threads);
+    else
+        embed_typed<float>(args, threads);
+}
+
+}  // namespace
+}  // namespace sapwood

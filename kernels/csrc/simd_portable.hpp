@@ -1,0 +1,121 @@
+// 8 lanes of plain C++: a multiply and an add where the others fuse them, one scalar at a time otherwise.
+// Compilers turn the loops into whatever the target has.
+#pragma once
+
+#include <string.h>
+
+#include "table.hpp"
+
+namespace sapwood {
+namespace {
+
+#define SAPWOOD_INLINE static inline __attribute__((always_inline))
+
+constexpr int LANES = 8;
+struct Vec {
+    float lane[LANES];
+};
+using Mask = uint32_t;
+
+// Register tiles: MAX_ROWS rows of 1 panel; 2 panels up to ROWS_OF_2 rows, 4 up to ROWS_OF_4.
+constexpr int MAX_ROWS = 2, ROWS_OF_2 = 1, ROWS_OF_4 = 0;
+
+SAPWOOD_INLINE uint32_t to_bits(float x) {
+    uint32_t b;
+    memcpy(&b, &x, 4);
+    return b;
+}
+SAPWOOD_INLINE float from_bits(uint32_t b) {
+    float x;
+    memcpy(&x, &b, 4);
+    return x;
+}
+
+SAPWOOD_INLINE float to_float(half h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+    if (exponent == 31) return from_bits(sign | 0x7f800000 | (mantissa << 13) | (mantissa ? 0x400000 : 0));
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)mantissa * 0x1p-24f;
+    return from_bits(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+// Rounds to nearest, ties to even.
+SAPWOOD_INLINE half to_half(float x) {
+    uint32_t b = to_bits(x), sign = (b >> 16) & 0x8000, magnitude = b & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (half)(sign | 0x7e00 | ((magnitude >> 13) & 0x3ff));
+    if (magnitude >= 0x477ff000) return (half)(sign | 0x7c00);
+    if (magnitude < 0x38800000) {
+        // Adding 0.5 leaves the half's subnormal bits, rounded by the hardware, at the end of the mantissa.
+        return (half)(sign | (to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000));
+    }
+    return (half)(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13));
+}
+
+#define SAPWOOD_LANES(expression)                  \
+    Vec r;                                         \
+    for (int i = 0; i < LANES; i++) r.lane[i] = (expression); \
+    return r
+#define SAPWOOD_MASK(condition)                    \
+    Mask r = 0;                                    \
+    for (int i = 0; i < LANES; i++) r |= (Mask)(condition) << i; \
+    return r
+
+SAPWOOD_INLINE Mask first(int n) { return n >= LANES ? 0xffu : (1u << n) - 1; }
+
+SAPWOOD_INLINE Vec zero() { SAPWOOD_LANES(0.0f); }
+SAPWOOD_INLINE Vec set1(float x) { SAPWOOD_LANES(x); }
+SAPWOOD_INLINE Vec load(const float *p) { SAPWOOD_LANES(p[i]); }
+SAPWOOD_INLINE Vec load(const half *p) { SAPWOOD_LANES(to_float(p[i])); }
+SAPWOOD_INLINE Vec load_part(const float *p, int n) { SAPWOOD_LANES(i < n ? p[i] : 0.0f); }
+SAPWOOD_INLINE void store(float *p, Vec v) { memcpy(p, v.lane, sizeof v.lane); }
+SAPWOOD_INLINE void store(half *p, Vec v) {
+    for (int i = 0; i < LANES; i++) p[i] = to_half(v.lane[i]);
+}
+SAPWOOD_INLINE void store_part(float *p, Vec v, int n) {
+    for (int i = 0; i < n && i < LANES; i++) p[i] = v.lane[i];
+}
+
+SAPWOOD_INLINE Vec fma(Vec a, Vec b, Vec c) { SAPWOOD_LANES(a.lane[i] * b.lane[i] + c.lane[i]); }
+SAPWOOD_INLINE Vec add(Vec a, Vec b) { SAPWOOD_LANES(a.lane[i] + b.lane[i]); }
+SAPWOOD_INLINE Vec sub(Vec a, Vec b) { SAPWOOD_LANES(a.lane[i] - b.lane[i]); }
+SAPWOOD_INLINE Vec mul(Vec a, Vec b) { SAPWOOD_LANES(a.lane[i] * b.lane[i]); }
+SAPWOOD_INLINE Vec div(Vec a, Vec b) { SAPWOOD_LANES(a.lane[i] / b.lane[i]); }
+// Of max and min: b where either is NaN.
+SAPWOOD_INLINE Vec max(Vec a, Vec b) { SAPWOOD_LANES(a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]); }
+SAPWOOD_INLINE Vec min(Vec a, Vec b) { SAPWOOD_LANES(a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]); }
+
+SAPWOOD_INLINE Mask gt(Vec a, Vec b) { SAPWOOD_MASK(a.lane[i] > b.lane[i]); }
+SAPWOOD_INLINE Mask ge(Vec a, Vec b) { SAPWOOD_MASK(a.lane[i] >= b.lane[i]); }
+SAPWOOD_INLINE Mask eq(Vec a, Vec b) { SAPWOOD_MASK(a.lane[i] == b.lane[i]); }
+SAPWOOD_INLINE unsigned bits(Mask m) { return m; }
+SAPWOOD_INLINE Vec keep(Mask m, Vec v) { SAPWOOD_LANES((m >> i) & 1 ? v.lane[i] : 0.0f); }
+SAPWOOD_INLINE Vec pick(Mask m, Vec yes, Vec no) { SAPWOOD_LANES((m >> i) & 1 ? yes.lane[i] : no.lane[i]); }
+
+SAPWOOD_INLINE float hsum(Vec v) {
+    const float *x = v.lane;
+    return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+SAPWOOD_INLINE float hmax(Vec v) {
+    float r = v.lane[0];
+    for (int i = 1; i < LANES; i++) r = v.lane[i] > r ? v.lane[i] : r;
+    return r;
+}
+
+// 2 ** n, for a float whose low mantissa bits hold the integer n.
+SAPWOOD_INLINE Vec power_of_two(Vec shifted) { SAPWOOD_LANES(from_bits((to_bits(shifted.lane[i]) + 127) << 23)); }
+
+#undef SAPWOOD_LANES
+#undef SAPWOOD_MASK
+
+SAPWOOD_INLINE void assign(float &to, float x) { to = x; }
+SAPWOOD_INLINE void assign(half &to, float x) { to = to_half(x); }
+SAPWOOD_INLINE float value(float x) { return x; }
+SAPWOOD_INLINE float value(half x) { return to_float(x); }
+
+// to[i * stride + j] = from[j][i] for i, j < 8.
+template <class From, class To>
+SAPWOOD_INLINE void transpose8(const From *const from[8], To *to, int stride) {
+    for (int i = 0; i < 8; i++)
+        for (int j = 0; j < 8; j++) assign(to[(int64_t)i * stride + j], value(from[j][i]));
+}
+
+}  // namespace
+}  // namespace sapwood

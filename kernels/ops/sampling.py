@@ -1,0 +1,214 @@
+"""From logits to token ids and log-probabilities; each result depends on its own row of logits only."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sapwood.kernels.native import kernels
+from sapwood.kernels.ops.expect import expect
+from sapwood.kernels.ops.philox import uniform
+
+OK = 0
+NOT_FINITE = 1
+"""A logit is NaN or +infinity: the id is meaningless."""
+NOTHING_LEFT = 2
+"""Every logit is -infinity: no id may be drawn."""
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
+
+
+def adjust(
+    logits: Tensor,
+    prompt_seen: Tensor,
+    output_counts: Tensor,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> None:
+    """Apply penalties to one row of logits in place: repetition first, then frequency and presence.
+
+    logits float32 [v]; prompt_seen uint8 [v]; output_counts int32 [v]. Repetition (transformers' meaning)
+    divides a positive and multiplies a negative logit of a token seen in prompt or output; the
+    others (OpenAI's meaning) count the output only.
+    """
+    v = logits.shape[0]
+    expect("logits", logits, torch.float32, v)
+    expect("prompt_seen", prompt_seen, torch.uint8, v)
+    expect("output_counts", output_counts, torch.int32, v)
+    kernels().adjust(
+        logits.data_ptr(),
+        prompt_seen.data_ptr(),
+        output_counts.data_ptr(),
+        v,
+        repetition,
+        presence,
+        frequency,
+    )
+
+
+def adjust_reference(
+    logits: Tensor,
+    prompt_seen: Tensor,
+    output_counts: Tensor,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> None:
+    seen = (prompt_seen > 0) | (output_counts > 0)
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits.copy_(torch.where(seen, scaled, logits))
+    logits -= frequency * output_counts.float() + presence * (output_counts > 0).float()
+
+
+def sample(
+    logits: Tensor,
+    source: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    choices: Tensor,
+    positions: Tensor,
+    ids_out: Tensor,
+    errors: Tensor,
+) -> None:
+    """Draw `ids_out[i]` from row `source[i]` of the logits, for each of n samples.
+
+    logits float32 [s, v]; temperature, top_p, min_p float32 [n]; source, top_k (0: off), choices, positions,
+    ids_out, errors int32 [n]; seeds int64 [n]. Temperature below `GREEDY_BELOW` or top_k 1 gives the
+    lowest id among the maxima. Else the filters apply in the order temperature, top_k, top_p, min_p, with
+    ties kept by lowest id, and the draw is the inverse of the cumulative distribution over the kept ids in
+    order of id, at Philox4x32-10's number for (seed, choice, position). `errors[i]` is OK, NOT_FINITE or
+    NOTHING_LEFT. Raises IndexError for a source that is not a row.
+    """
+    n = source.shape[0]
+    expect("logits", logits, torch.float32, -1, -1)
+    for name, column in (
+        ("source", source),
+        ("top_k", top_k),
+        ("choices", choices),
+        ("positions", positions),
+    ):
+        expect(name, column, torch.int32, n)
+    for name, column in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
+        expect(name, column, torch.float32, n)
+    expect("seeds", seeds, torch.int64, n)
+    expect("ids_out", ids_out, torch.int32, n)
+    expect("errors", errors, torch.int32, n)
+    wrong = kernels().sample(
+        logits.data_ptr(), logits.shape[0], logits.shape[1], source.data_ptr(), n, temperature.data_ptr(),
+        top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), seeds.data_ptr(), choices.data_ptr(),
+        positions.data_ptr(), ids_out.data_ptr(), errors.data_ptr(),
+    )  # fmt: skip
+    if wrong >= 0:
+        raise IndexError(f"source {int(source[wrong])} is not from 0 to {logits.shape[0] - 1}")
+
+
+def sample_reference(
+    logits: Tensor,
+    source: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    choices: Tensor,
+    positions: Tensor,
+    ids_out: Tensor,
+    errors: Tensor,
+) -> None:
+    for i, row in enumerate(source.tolist()):
+        values = logits[row].double().numpy()
+        if np.isnan(values).any() or np.isposinf(values).any():
+            errors[i] = NOT_FINITE
+            continue
+        if np.isneginf(values).all():
+            errors[i] = NOTHING_LEFT
+            continue
+        errors[i] = OK
+        if float(temperature[i]) < GREEDY_BELOW or int(top_k[i]) == 1:
+            ids_out[i] = int(values.argmax())
+            continue
+        weights = filtered(values, float(temperature[i]), int(top_k[i]), float(top_p[i]), float(min_p[i]))
+        target = uniform(int(seeds[i]), int(choices[i]), int(positions[i])) * weights.sum()
+        ids_out[i] = int(np.searchsorted(weights.cumsum(), target, side="right"))
+
+
+def filtered(
+    logits: npt.NDArray[np.float64], temperature: float, top_k: int, top_p: float, min_p: float
+) -> npt.NDArray[np.float64]:
+    """The unnormalised weights that one row is drawn from; what the filters drop is 0."""
+    weights: npt.NDArray[np.float64] = np.exp((logits - logits.max()) / temperature)
+    order = np.argsort(-logits, kind="stable")
+    if 0 < top_k < len(order):
+        order = order[:top_k]
+    ranked = weights[order]
+    before = ranked.cumsum() - ranked
+    kept = order[((before < top_p * ranked.sum()) | (top_p >= 1.0)) & (ranked >= min_p)]
+    result = np.zeros_like(weights)
+    result[kept] = weights[kept]
+    return result
+
+
+def logprobs(
+    logits: Tensor,
+    source: Tensor,
+    ids: Tensor,
+    top: Tensor,
+    out_logprob: Tensor,
+    top_ids: Tensor,
+    top_values: Tensor,
+) -> None:
+    """Log-softmax of row `source[i]` at `ids[i]`, with the `top[i]` most likely ids and their values.
+
+    logits float32 [s, v]; source, ids, top int32 [n]; out_logprob float32 [n]; top_ids int32 [n, kmax] and
+    top_values float32 [n, kmax], best first, ties by lowest id; where there is none, -1 and -infinity.
+    A row with NaN or +infinity gives NaN and no alternatives. Raises IndexError for a source or an id that
+    does not exist, or more alternatives than kmax.
+    """
+    n = source.shape[0]
+    kmax = top_ids.shape[1]
+    expect("logits", logits, torch.float32, -1, -1)
+    for name, column in (("source", source), ("ids", ids), ("top", top)):
+        expect(name, column, torch.int32, n)
+    expect("out_logprob", out_logprob, torch.float32, n)
+    expect("top_ids", top_ids, torch.int32, n, kmax)
+    expect("top_values", top_values, torch.float32, n, kmax)
+    wrong = kernels().logprobs(
+        logits.data_ptr(), logits.shape[0], logits.shape[1], source.data_ptr(), ids.data_ptr(),
+        top.data_ptr(), n, kmax, out_logprob.data_ptr(), top_ids.data_ptr(), top_values.data_ptr(),
+    )  # fmt: skip
+    if wrong >= 0:
+        raise IndexError(
+            f"source {int(source[wrong])} must be from 0 to {logits.shape[0] - 1}, id {int(ids[wrong])} "
+            f"from 0 to {logits.shape[1] - 1}, and top {int(top[wrong])} from 0 to {kmax}"
+        )
+
+
+def logprobs_reference(
+    logits: Tensor,
+    source: Tensor,
+    ids: Tensor,
+    top: Tensor,
+    out_logprob: Tensor,
+    top_ids: Tensor,
+    top_values: Tensor,
+) -> None:
+    top_ids.fill_(-1)
+    top_values.fill_(float("-inf"))
+    for i, row in enumerate(source.tolist()):
+        values = logits[row].double()
+        if bool(values.isnan().any()) or bool(values.isposinf().any()):
+            out_logprob[i] = float("nan")
+            continue
+        logs = values.log_softmax(-1)
+        out_logprob[i] = logs[int(ids[i])]
+        count = min(int(top[i]), values.shape[0])
+        best = torch.argsort(values, descending=True, stable=True)[:count]
+        top_ids[i, :count] = best.int()
+        top_values[i, :count] = logs[best].float()

@@ -1,0 +1,75 @@
+"""The order in which unlocked leaves are evicted."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from sapwood.srt.cache.node import Node
+
+MAX_FRESH = 256
+
+
+class Lru:
+    """Least recently used first, kept as things change: `push` and `pop` are amortised O(log leaves).
+
+    The tree pushes a node when it may have become evictable, and says nothing when it is used or locked
+    again. That is enough, because time only moves forward: an entry is never newer than its node, so the
+    one on top is either right, or is dropped, or goes back in with the node's present time. A node has at
+    most one entry (`queued`), which bounds the heap by the tree.
+
+    Most nodes are locked, or get a child, right after they were pushed. So they first wait in `_fresh`,
+    and only those that are still evictable a little later are worth an entry in the heap.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Node]] = []
+        self._fresh: list[Node] = []
+        self._entries = 0
+
+    def __iter__(self) -> Iterator[Node]:
+        """Every node that is queued, in no order."""
+        yield from self._fresh
+        yield from (node for _, _, node in self._heap)
+
+    def push(self, node: Node) -> None:
+        if not node.queued:
+            node.queued = True
+            self._fresh.append(node)
+            if len(self._fresh) > MAX_FRESH:
+                self._settle()
+
+    def pop(self) -> Node | None:
+        """Take out the evictable node whose last use is the oldest; None if there is no evictable node."""
+        if self._fresh:
+            self._settle()
+        while self._heap:
+            used, _, node = self._heap[0]
+            if not node.evictable:
+                heapq.heappop(self._heap)
+                node.queued = False
+            elif node.last_use != used:
+                heapq.heapreplace(self._heap, self._entry(node))
+            else:
+                heapq.heappop(self._heap)
+                node.queued = False
+                return node
+        return None
+
+    def prune(self) -> None:
+        """Drop the entries of nodes that are not evictable, O(entries): for after removing many at once."""
+        self._fresh += (node for _, _, node in self._heap)
+        self._heap.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        for node in self._fresh:
+            if node.evictable:
+                heapq.heappush(self._heap, self._entry(node))
+            else:
+                node.queued = False
+        self._fresh.clear()
+
+    def _entry(self, node: Node) -> tuple[int, int, Node]:
+        self._entries += 1  # nodes do not compare; equal times go by who came first
+        return node.last_use, self._entries, node

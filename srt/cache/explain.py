@@ -1,0 +1,64 @@
+"""Why a prefix lookup stopped where it did."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Literal
+
+from sapwood.srt.messages import Verdict
+
+Stopped = Literal["cold", "diverged", "evicted", "namespace", "last_token", "disabled"]
+
+
+class Ghosts:
+    """The edges that were evicted last, at most `size` of them: each is known by the namespace, the CRC of
+    the path to it, and its first token. No ids are kept, and a CRC collision costs a wrong reason at most.
+    An edge that is cached again may stay: no lookup stops where it would be asked for.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._edges: OrderedDict[tuple[str, int, int], None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._edges)
+
+    def add(self, namespace: str, crc: int, token: int) -> None:
+        edge = (namespace, crc, token)
+        if edge in self._edges:
+            self._edges.move_to_end(edge)
+        else:
+            self._edges[edge] = None
+        if len(self._edges) > self._size:
+            self._edges.popitem(last=False)
+
+    def has(self, namespace: str, crc: int, token: int) -> bool:
+        return (namespace, crc, token) in self._edges
+
+    def clear(self, namespace: str | None) -> None:
+        """Forget one namespace, or all (None)."""
+        if namespace is None:
+            self._edges.clear()
+        else:
+            self._edges = OrderedDict.fromkeys(e for e in self._edges if e[0] != namespace)
+
+
+_SENTENCES: dict[str, str] = {
+    "cold": "Nothing of this prompt was cached.",
+    "diverged": "{found} From token {matched} on, nothing cached goes on like this prompt.",
+    "evicted": "{found} Token {matched} was cached after that once, and has been evicted since.",
+    "namespace": "{found} The shared namespace holds more of it, but this request has its own.",
+    "last_token": "{found} The last token, and those with prompt logprobs, are always computed.",
+    "disabled": "The prefix cache is off.",
+}
+
+
+def describe(verdict: Verdict) -> str:
+    """The verdict in words, for a person; token positions count from 0."""
+    n = verdict.matched
+    found = (
+        f"The first {n} tokens were cached."
+        if n > 1
+        else ("No tokens were cached.", "One token was cached.")[n]
+    )
+    return _SENTENCES[verdict.stopped].format(found=found, matched=n)

@@ -1,0 +1,94 @@
+"""One edge of the radix tree with the node at its end."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from sapwood.srt.cache.slots import SlotArray
+
+unpack_token = struct.Struct("<i").unpack_from
+_NO_SLOTS: SlotArray = np.empty(0, np.int32)
+
+
+def token_at(ids: bytes, offset: int) -> int:
+    """The token at byte `offset`."""
+    token: int = unpack_token(ids, offset)[0]
+    return token
+
+
+class Node:
+    """The tokens of one edge and the KV slots that hold them, below `parent`.
+
+    A root has an empty key and no parent; so has no parent whatever was taken out of the tree. `depth` is in
+    tokens, from the root to the node's end. `lock_count` counts the rows that use the node or one below it.
+    `last_use` is a tick of the tree's clock, never older than a child's. `queued` belongs to the order of
+    eviction.
+    """
+
+    __slots__ = (
+        "children",
+        "crc",
+        "depth",
+        "key",
+        "last_use",
+        "lock_count",
+        "namespace",
+        "parent",
+        "queued",
+        "slots",
+    )
+
+    def __init__(self, namespace: str, parent: Node | None, key: bytes, slots: SlotArray) -> None:
+        self.namespace = namespace
+        self.parent = parent
+        self.key = key
+        self.slots = slots
+        self.children: dict[int, Node] = {}
+        self.depth: int = len(slots) + (parent.depth if parent else 0)
+        self.lock_count = 0
+        self.last_use = 0
+        self.queued = False
+        self.crc: int | None = None
+
+    @classmethod
+    def root(cls, namespace: str) -> Node:
+        return cls(namespace, None, b"", _NO_SLOTS)
+
+    @property
+    def evictable(self) -> bool:
+        """An unlocked leaf of the tree."""
+        return self.lock_count == 0 and not self.children and self.parent is not None
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and all below it, parents first."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def path_slots(self) -> SlotArray:
+        """The slots from the root to this node's end, `[depth]`, in an array of their own."""
+        parts = []
+        node = self
+        while node.parent is not None:
+            parts.append(node.slots)
+            node = node.parent
+        parts.reverse()
+        return np.concatenate(parts) if parts else _NO_SLOTS.copy()
+
+    def path_crc(self) -> int:
+        """CRC-32 of all ids from the root to this node's end, wherever the edges are split."""
+        if self.crc is not None:
+            return self.crc
+        missing = [self]
+        while (above := missing[-1].parent) is not None and above.crc is None:
+            missing.append(above)
+        crc = above.crc if above is not None and above.crc is not None else 0
+        for node in reversed(missing):
+            crc = node.crc = zlib.crc32(node.key, crc)
+        return crc

@@ -1,0 +1,197 @@
+"""The launcher: starts the processes, watches them, ends them all when one dies or when it is told to.
+
+    start ──all Ready──► watch ──a death──► Died to the server, 3 s, stop all (exit 1)
+      │                    └────a signal──► Drain to the server, wait for its end, stop all (exit 0)
+      └──a death or a signal──► stop all
+
+`sapwood serve` (srt/serve.py) runs it in its main thread; the offline Engine has a thread for `watch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from sapwood.srt import child
+from sapwood.srt.child import Child
+from sapwood.srt.config import Config, ModelSource
+from sapwood.srt.errors import ConfigError, ProcessDied
+from sapwood.srt.lifeline import ROLES
+from sapwood.srt.messages import Boot, Died, Drain, Ready, Serve
+
+POLL_SECONDS = 0.2
+FAREWELL_SECONDS = 3.0
+DRAIN_GRACE_SECONDS = 5.0
+MAX_SOCKET_PATH = 107
+ENGINE_ROLES = {name: module for name, module in ROLES.items() if name != "server"}
+
+
+class Interrupted(BaseException):
+    """The launcher was told to stop (`Launcher.interrupt`). Like KeyboardInterrupt, no error."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Launcher:
+    """The processes of one runtime. A context manager: on leaving it, whatever happened, none is left.
+
+    `roles` maps each role to its module; with a role "server", `listener` is the socket that it accepts on.
+    `start`, `watch`, `drain` and `farewell` belong to one thread; `interrupt` may be called from any thread
+    and from a signal handler.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        source: ModelSource,
+        roles: Mapping[str, str] = ROLES,
+        listener: socket.socket | None = None,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._roles = roles
+        self._listener = listener
+        self._children: list[Child] = []
+        # Signal handlers put into it too: SimpleQueue.put is reentrant.
+        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._checked = time.monotonic()
+        self._owner = os.getpid()
+        self.directory = ""
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def prepare(self) -> None:
+        """Make the folder of the sockets, `directory`, which `close` removes. `start` does it if need be."""
+        self.directory = tempfile.mkdtemp(prefix="sapwood-")
+        if len(os.fsencode(self.directory)) + len("/tokenizer-63") > MAX_SOCKET_PATH:
+            raise ConfigError(
+                f"the folder for temporary files is too deep for sockets (at most {MAX_SOCKET_PATH} bytes): "
+                f"{self.directory}; set TMPDIR to a shorter one"
+            )
+
+    def start(self) -> Serve:
+        """Start every process and wait until all are ready. Raises ProcessDied or Interrupted.
+
+        The calling thread must live on: when it ends, so do the processes.
+        """
+        if not self.directory:
+            self.prepare()
+        # All at once, slowest first, so that their imports overlap.
+        for role in sorted(self._roles, key=["worker", "scheduler", "tokenizer", "server"].index):
+            for index in range(self._config.tokenizer_workers if role == "tokenizer" else 1):
+                self._spawn(role, index)
+        if self._listener is not None:
+            # The server has its own copy: when it closes that one, the port is free.
+            self._listener.close()
+        self._run_until(lambda: all(c.ready is not None for c in self._children))
+        serve = self._summary()
+        for server in self._named("server"):
+            server.send(serve)
+        return serve
+
+    def _spawn(self, role: str, index: int) -> None:
+        env = child.environment(role, self._config)
+        fds = []
+        if role == "server" and self._listener is not None:
+            fds = [self._listener.fileno()]
+            env["SAPWOOD_LISTEN_FD"] = str(fds[0])
+        boot = Boot(self._config, self._source, self.directory, role, index)
+        module = self._roles[role]
+        self._children.append(Child(boot, module, env, fds, lambda: self._events.put(None)))
+
+    def _named(self, role: str) -> list[Child]:
+        return [c for c in self._children if c.role == role]
+
+    def _summary(self) -> Serve:
+        facts: dict[str, str] = {}
+        limit = 0
+        for c in self._children:
+            ready = c.ready or Ready()
+            facts |= ready.facts
+            limit = max(limit, ready.max_request_tokens)
+        return Serve(limit, facts)
+
+    def watch(self) -> None:
+        """Watch until told to stop. Raises ProcessDied when a process ends, or is silent for too long, and
+        Interrupted."""
+        self._run_until(lambda: False)
+
+    def drain(self, seconds: float) -> bool:
+        """Tell the server to admit nothing more and to end within `seconds`; True once it has, with code 0.
+
+        Raises ProcessDied if another process dies meanwhile, and Interrupted.
+        """
+        (server,) = self._named("server")
+        server.send(Drain(seconds))
+        self._children.remove(server)
+        try:
+            deadline = time.monotonic() + seconds + DRAIN_GRACE_SECONDS
+            return self._run_until(server.ended, deadline) and server.exit_code() == 0
+        finally:
+            self._children.append(server)
+
+    def farewell(self, message: str) -> None:
+        """After a death: let the server end every request with an error, for at most 3 s."""
+        for server in self._named("server"):
+            if server.send(Died(message)):
+                deadline = time.monotonic() + FAREWELL_SECONDS
+                while not server.ended() and time.monotonic() < deadline:
+                    time.sleep(0.02)
+
+    def interrupt(self, number: int = 0) -> None:
+        """Make the thread that starts, watches or drains raise Interrupted(number)."""
+        self._events.put(number)
+
+    def close(self) -> None:
+        """End every process and remove the folder of the sockets. Does nothing in a fork of the launcher."""
+        if os.getpid() != self._owner:
+            return
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            if self._listener is not None:
+                stack.callback(self._listener.close)
+            children, self._children = self._children, []
+            child.stop(children)
+
+    def _run_until(self, done: Callable[[], bool], deadline: float | None = None) -> bool:
+        """Look after the processes until `done()`; False if the deadline comes first."""
+        while not done():
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            with contextlib.suppress(queue.Empty):
+                number = self._events.get(timeout=POLL_SECONDS)
+                if number is not None:
+                    raise Interrupted(number)
+            self._check()
+        return True
+
+    def _check(self) -> None:
+        for c in self._children:
+            if c.ended():
+                raise c.post_mortem()
+        now = time.monotonic()
+        limit = self._config.heartbeat_timeout
+        if now - self._checked > limit / 2:
+            # This process itself was stopped for a while: what the children said meanwhile is still unread.
+            for c in self._children:
+                c.heard = now
+        self._checked = now
+        for c in self._children:
+            if now - c.heard > limit:
+                c.kill()
+                raise ProcessDied(f"{c.name} was killed: no heartbeat for {limit:g} s (--heartbeat-timeout)")

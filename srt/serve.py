@@ -1,0 +1,162 @@
+"""`sapwood serve`: the launcher with HTTP, from the listening socket to the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+
+import sapwood
+from sapwood.srt.config import Config, ModelSource
+from sapwood.srt.errors import ConfigError, ProcessDied
+from sapwood.srt.launch import Interrupted, Launcher
+from sapwood.srt.lifeline import ROLES
+
+BACKLOG = 2048
+
+
+def serve(config: Config, resolve: Callable[[Config], ModelSource], roles: Mapping[str, str] = ROLES) -> int:
+    """Serve the model that `resolve` finds until told to stop; returns the exit code.
+
+    0 after a first SIGTERM or SIGINT: running requests get `drain_timeout` seconds, during start-up it ends
+    at once. 143 or 130 after a second one, which cuts them off. 1 when a process dies, or the server
+    does not end in time. 2 when a process refuses its configuration or its model. Raises ConfigError and
+    ModelError before anything is started.
+    """
+    began = time.monotonic()
+    signals = _Signals(_raise)
+    try:
+        # The port first of all: whoever is second on it learns that at once.
+        with signals.caught(), listen(config.host, config.port) as listener:
+            source = resolve(config)
+            chosen = _chosen(config, source, listener.getsockname()[1])
+            with Launcher(config, source, roles, listener) as launcher:
+                signals.to = launcher.interrupt
+                return _supervise(launcher, config, chosen, began)
+    except Interrupted:
+        return 0
+
+
+def _supervise(launcher: Launcher, config: Config, chosen: dict[str, str], began: float) -> int:
+    try:
+        ready = launcher.start()
+        _say(
+            f"sapwood {sapwood.__version__} is ready after {time.monotonic() - began:.1f} s",
+            *_table({**chosen, **ready.facts, "scheduling": _scheduling(config)}),
+        )
+    except Interrupted:
+        return 0
+    except ProcessDied as e:
+        _complain(e)
+        return 2 if e.expected else 1
+    try:
+        return _watch(launcher, config)
+    except ProcessDied as e:
+        _complain(e)
+        launcher.farewell(e.message)
+        return 1
+
+
+def _watch(launcher: Launcher, config: Config) -> int:
+    try:
+        launcher.watch()
+    except Interrupted as first:
+        _say(
+            f"{signal.Signals(first.number).name}: finishing what runs, at most {config.drain_timeout:g} s; "
+            "once more to stop at once"
+        )
+    try:
+        return 0 if launcher.drain(config.drain_timeout) else 1
+    except Interrupted as second:
+        return 128 + second.number
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on `host` and `port` (0: any free one). Raises ConfigError."""
+    try:
+        family, kind, protocol, _name, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as e:
+        raise ConfigError(f"--host {host!r} is no address to listen on: {e.strerror}", param="host") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        # Two sockets may be bound to one port as long as neither listens.
+        listener.listen(BACKLOG)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {e.strerror}; is another server running? "
+            "(--port 0 takes a free one)",
+            param="port",
+        ) from None
+    return listener
+
+
+class _Signals:
+    """SIGINT and SIGTERM go to `to`, which may be changed."""
+
+    def __init__(self, to: Callable[[int], None]) -> None:
+        self.to = to
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, self._handle) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.to(number)
+
+
+def _raise(number: int) -> None:
+    raise Interrupted(number)
+
+
+def _chosen(config: Config, source: ModelSource, port: int) -> dict[str, str]:
+    """What is known without the processes."""
+    name = config.served_model_name or source.name
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return {
+        "listening": f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        "model": f"{name} ({source.architecture}, {source.format}): {source.path}",
+    }
+
+
+def _scheduling(config: Config) -> str:
+    chunk = config.chunked_prefill_size
+    steps = f"steps of at most {chunk} tokens" if chunk > 0 else "steps of whole prompts"
+    overlap = "one after another" if config.disable_overlap_schedule else "planned ahead"
+    cache = "off" if config.disable_radix_cache else "on"
+    rows = config.max_running_requests
+    return f"{config.schedule_policy}, {steps} and {rows} rows, {overlap}; prefix cache {cache}"
+
+
+def _table(facts: dict[str, str]) -> list[str]:
+    width = max(map(len, facts))
+    return [f"  {name:<{width}}  {fact}" for name, fact in facts.items()]
+
+
+def _complain(error: ProcessDied) -> None:
+    with contextlib.suppress(OSError):
+        lines = [f"sapwood: error: {error.message}", *([error.details.rstrip()] if error.details else [])]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def _say(*lines: str) -> None:
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError:
+        # A reader that has gone away (`sapwood serve | head`) must not end the server, now or at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,56 @@
+"""Loading the extension: what can be chosen, and what is said when it cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from sapwood.kernels import native
+from sapwood.kernels.ops.gemm import linear, pack
+
+
+def test_auto_takes_the_best_and_portable_is_always_there() -> None:
+    assert native.available()[-1] == "portable"
+    assert native.load("auto") == native.available()[0]
+    assert native.load("portable", threads=1) == "portable"
+    native.load()
+
+
+@pytest.mark.parametrize(
+    ("isa", "threads", "said"), [("mmx", 1, "'mmx'.*portable"), ("auto", 0, "at least 1 thread, got 0")]
+)
+def test_an_impossible_choice_is_refused(isa: str, threads: int, said: str) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        native.load(isa, threads)
+
+
+def test_a_missing_extension_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sapwood.kernels._C", None)
+    with pytest.raises(RuntimeError, match=r"were not built.*g\+\+.*pip install"):
+        native.load()
+
+
+def test_importing_the_ops_loads_no_extension() -> None:
+    code = (
+        "import sys; from sapwood.kernels.ops import attention, gemm, sampling; "
+        "sys.exit('sapwood.kernels._C' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_other_python_threads_run_while_a_kernel_works() -> None:
+    native.load(threads=1)
+    x, w, out = torch.zeros(1024, 1024), pack(torch.zeros(4096, 1024), torch.float32), torch.empty(1024, 4096)
+    ticks: list[float] = []
+    work = threading.Thread(target=lambda: linear(x, w, out))
+    work.start()
+    while work.is_alive():
+        ticks.append(time.monotonic())
+        time.sleep(0.001)
+    native.load()
+    assert len(ticks) > 5
