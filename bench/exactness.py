@@ -1,10 +1,10 @@
 """Is the cache exact? The same prompts under every way of serving them, compared with `==`.
 
-    python bench/exactness.py [--prompts 200] [--max-tokens 16] [--json FILE] [MODEL]
+    python -m bench.exactness [--prompts 200] [--max-tokens 24] [--json FILE] [MODEL]
 
-Ten families of prompts share prefixes of 3 to 600 tokens. The baseline is each prompt alone on an empty cache;
-every other run must give the same ids and the same logprobs, to the bit. The last run's pool is so small that
-rows are retracted; the count is shown, since a run that never retracts would prove nothing.
+Ten families of prompts share prefixes of 3 to 600 tokens. The baseline is each prompt alone on an empty
+cache; every other run must give the same ids and the same logprobs, to the bit. The last run's pool is so
+small that rows are retracted; the count is shown: a run that never retracts would prove nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARED = (3, 17, 63, 64, 65, 130, 200, 256, 400, 600)
 
 
 def prompts(count: int, vocab: int) -> list[list[int]]:
-    """`count` prompts in ten families, interleaved; each family shares a prefix, each prompt has its own end."""
+    """`count` prompts in ten families, mixed; a family shares a prefix, each prompt has its own end."""
     rng = random.Random(7)
     bases = [[rng.randrange(3, vocab) for _ in range(n)] for n in SHARED]
     made = [
@@ -65,14 +65,14 @@ def answer(result: dict[str, Any] | list[dict[str, Any]]) -> Any:
 
 
 def ask(engine: Engine, batch: list[list[int]], params: dict[str, Any]) -> list[Any]:
-    results = engine.generate(
-        input_ids=batch, sampling_params=params, return_logprob=True, progress=False
-    )
+    results = engine.generate(input_ids=batch, sampling_params=params, return_logprob=True, progress=False)
     n = params.get("n", 1)
     return [answer(results[i * n : (i + 1) * n]) for i in range(len(batch))]
 
 
-def compare(name: str, variant: str, want: list[Any], got: list[Any], rows: list[dict[str, Any]], **more: Any) -> None:
+def compare(
+    name: str, variant: str, want: list[Any], got: list[Any], rows: list[dict[str, Any]], **more: Any
+) -> None:
     differ = sum(a != b for a, b in zip(want, got, strict=True))
     rows.append({"run": name, "sampling": variant, "prompts": len(want), "differ": differ, **more})
     print(f"{name:<26} {variant:<12} {len(want):>4} prompts  {differ:>3} differ  {more or ''}", flush=True)
@@ -82,7 +82,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?")
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--context-length", type=int, default=1024)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -91,7 +91,7 @@ def main() -> int:
     common = {"model_path": args.model, "context_length": args.context_length, "log_level": "warning"}
     begin = time.time()
     with Engine(**common) as engine:
-        batch = prompts(args.prompts, engine.vocab_size)
+        batch = prompts(args.prompts, engine.server_info()["source"]["vocab_size"])
         longest = max(map(len, batch))
         for name, variant in VARIANTS.items():
             params = {"max_new_tokens": args.max_tokens, **variant}
@@ -110,8 +110,6 @@ def main() -> int:
         with Engine(**{**common, **options}) as engine:
             for name, variant in VARIANTS.items():
                 params = {"max_new_tokens": args.max_tokens, **variant}
-                if run == "tiny pool":
-                    params = {**params, "max_new_tokens": args.max_tokens}
                 got = ask(engine, batch, params)
                 state = engine.server_info()["state"]
                 more = {"retracted": state["retracted"]} if run == "tiny pool" else {}

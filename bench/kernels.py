@@ -66,13 +66,26 @@ def bench_attention(seconds: float) -> list[dict[str, Any]]:
     rows = []
     hq, hkv, d = HEADS
     for dtype in (torch.float32, torch.float16):
-        for r, context, count in ((1, 128, 1), (1, 1024, 1), (32, 128, 1), (32, 1024, 1), (1, 1024, 256), (1, 256, 256)):
+        for r, context, count in (
+            (1, 128, 1),
+            (1, 1024, 1),
+            (32, 128, 1),
+            (32, 1024, 1),
+            (1, 1024, 256),
+            (1, 256, 256),
+        ):
             pool = torch.randn(2, r * context, hkv, d).to(dtype)
             table = torch.arange(r * context, dtype=torch.int32).view(r, context)
-            columns = (torch.arange(r).int(), torch.full((r,), context - count).int(), torch.full((r,), count).int())
+            columns = (
+                torch.arange(r).int(),
+                torch.full((r,), context - count).int(),
+                torch.full((r,), count).int(),
+            )
             qkv, out = torch.randn(r * count, (hq + 2 * hkv) * d), torch.empty(r * count, hq * d)
             took = best(
-                lambda a=(qkv, pool[0], pool[1], table, *columns), out=out: attend(*a, hq, hkv, d, d**-0.5, out),
+                lambda a=(qkv, pool[0], pool[1], table, *columns), out=out: attend(
+                    *a, hq, hkv, d, d**-0.5, out
+                ),
                 seconds,
             )
             seen = r * count * (context - (count - 1) / 2)
@@ -110,7 +123,9 @@ def bench_sample(seconds: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--threads", type=int, default=native.usable_cores())
     parser.add_argument("--seconds", type=float, default=0.1, help="for each number")
@@ -133,9 +148,13 @@ def main() -> None:
             continue
         for row in group(args.seconds):
             rows.append(row)
-            numbers = (f"{row[key]:.{digits}f}" if key in row else "" for key, digits in
-                       (("us", 1), ("gflops", 1), ("gbytes", 1), ("ratio", 2)))
-            print(f"{row['op']:<32}{row['size']:<28}{next(numbers):>10}{next(numbers):>10}{next(numbers):>8}{next(numbers):>8}")
+            numbers = (
+                f"{row[key]:.{digits}f}" if key in row else ""
+                for key, digits in (("us", 1), ("gflops", 1), ("gbytes", 1), ("ratio", 2))
+            )
+            print(
+                f"{row['op']:<32}{row['size']:<28}{next(numbers):>10}{next(numbers):>10}{next(numbers):>8}{next(numbers):>8}"
+            )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump({"facts": facts, "rows": rows}, file, indent=2)

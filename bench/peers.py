@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from sapwood.srt.config import ModelSource
 from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.models.registry import spec_of
@@ -32,9 +30,23 @@ def transformers_model(source: ModelSource) -> Any:
         rope_parameters=rope,
     )
     model = LlamaForCausalLM(config)
-    reader = open_weights(source).reader
-    tensors = {name: reader.read(name).float() for name in tensor_shapes(spec)}
+    weights = open_weights(source)
+    tensors = {name: weights.vector(name).float() for name in tensor_shapes(spec)}
     if spec.tied:
         tensors[HEAD] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors, strict=True)
     return model.eval()
+
+
+def chat_ids(source: ModelSource, message: str) -> list[int]:
+    """The prompt of a user's message, rendered and encoded by transformers."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=source.tokenizer_file, chat_template=source.chat_template, **source.template_vars
+    )
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
+    )
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids

@@ -1,6 +1,6 @@
 """Does Sapwood say what Hugging Face transformers says? Greedy tokens on the same weights in float32.
 
-    python bench/reference.py [--questions FILE] [--prompts 20] [--max-tokens 64] [--json FILE] [MODEL]
+    python -m bench.reference [--questions FILE] [--prompts 20] [--max-tokens 64] [--json FILE] [MODEL]
 
 `--questions` is a JSON-lines file whose rows have `turns` (MT-bench's form); without it a few built-in
 questions are asked. Where an answer parts from the reference, the gap between the reference's two best
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from bench.peers import transformers_model
+from bench.peers import chat_ids, transformers_model
 from sapwood import Engine, __version__
 from sapwood.srt.config import make
 from sapwood.srt.loader.sources import resolve
@@ -60,22 +60,26 @@ def main() -> int:
     source = resolve(make(model_path=args.model))
     with Engine(model_path=args.model, log_level="warning") as engine:
         params = {"temperature": 0.0, "max_new_tokens": args.max_tokens}
-        answers = [engine.chat([{"role": "user", "content": q}], params) for q in asked]
+        batch = [chat_ids(source, question) for question in asked]
+        answers = engine.generate(input_ids=batch, sampling_params=params, progress=False)
     model = transformers_model(source)
     rows = []
-    for question, answer in zip(asked, answers, strict=True):
-        want, gaps = reference(model, answer["prompt_ids"], args.max_tokens, source.eos_ids)
+    for question, ids, answer in zip(asked, batch, answers, strict=True):
+        want, gaps = reference(model, ids, args.max_tokens, source.eos_ids)
         got = answer["output_ids"]
         part = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), None)
         if part is None and len(want) != len(got):
             part = min(len(want), len(got))
         gap = None if part is None else gaps[part]
         rows.append({"question": question, "tokens": len(got), "parts_at": part, "gap": gap})
-        print(f"{len(got):>3} tokens  {'equal' if part is None else f'parts at {part}, gap {gap:.6f}'}  {question[:60]!r}")
+        verdict = "equal" if part is None else f"parts at {part}, gap {gap:.6f}"
+        print(f"{len(got):>3} tokens  {verdict}  {question[:60]!r}", flush=True)
     equal = sum(row["parts_at"] is None for row in rows)
-    print(f"{equal} of {len(rows)} equal (transformers {transformers.__version__}, torch {torch.__version__})")
+    versions = {
+        "sapwood": __version__, "transformers": transformers.__version__, "torch": torch.__version__
+    }  # fmt: skip
+    print(f"{equal} of {len(rows)} equal", versions)
     if args.json:
-        versions = {"sapwood": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
         args.json.write_text(json.dumps({**versions, "equal": equal, "rows": rows}, indent=1))
     return 0 if equal == len(rows) else 1
 
