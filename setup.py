@@ -23,7 +23,8 @@ ISA_FLAGS = {
     "isa_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "isa_avx512": [
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
-        "-Wno-maybe-uninitialized",  # GCC 12 warns of its own AVX-512 header, some two thousand lines
+        # GCC 12 warns of its own AVX-512 header, some two thousand lines.
+        *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
     ],
 }
 
@@ -44,8 +45,8 @@ def extensions() -> list:
         [str(s) for s in sources],
         cxx_std=17,
         depends=[str(h) for h in sorted(Path("kernels/csrc").glob("*.hpp"))],
-        extra_compile_args=["-O3", "-ffp-contract=off", "-fopenmp", "-fno-math-errno"],
-        extra_link_args=["-fopenmp"],
+        extra_compile_args=["-O3", "-ffp-contract=off", "-pthread", "-fno-math-errno"],
+        extra_link_args=["-pthread"],
         define_macros=[("SAPWOOD_X86", "1" if X86 else "0")],
     )
     ext.optional = True

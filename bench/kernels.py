@@ -1,9 +1,9 @@
 """CPU kernels: linear layers against torch's, attention, and sampling, on this machine.
 
-    python bench/kernels.py [--isa auto] [--threads N] [--json FILE]
+    python -m bench.kernels [--isa auto] [--threads N] [--json FILE]
 
-Every number is the best of several runs. `ratio` is torch's time over ours in the same process: above 1, ours is
-faster.
+Every number is the best of several runs. `ratio` is torch's time over ours in the same process: above 1, ours
+is faster.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from sapwood.kernels.ops.sampling import sample
 SHAPES = ((1536, 576), (576, 1536), (49152, 576))
 BATCHES = (1, 4, 16, 32, 64, 256, 1024)
 HEADS = (9, 3, 64)
+CALLS = ((1, 128, 1), (1, 1024, 1), (32, 128, 1), (32, 1024, 1), (1, 1024, 256), (1, 256, 256))
+"""Rows, positions and new tokens of a call of attention."""
 
 
 def best(work: Callable[[], object], seconds: float) -> float:
@@ -66,14 +68,7 @@ def bench_attention(seconds: float) -> list[dict[str, Any]]:
     rows = []
     hq, hkv, d = HEADS
     for dtype in (torch.float32, torch.float16):
-        for r, context, count in (
-            (1, 128, 1),
-            (1, 1024, 1),
-            (32, 128, 1),
-            (32, 1024, 1),
-            (1, 1024, 256),
-            (1, 256, 256),
-        ):
+        for r, context, count in CALLS:
             pool = torch.randn(2, r * context, hkv, d).to(dtype)
             table = torch.arange(r * context, dtype=torch.int32).view(r, context)
             columns = (
@@ -122,6 +117,12 @@ def bench_sample(seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def shown(row: dict[str, Any]) -> str:
+    columns = (("us", 10, 1), ("gflops", 10, 1), ("gbytes", 8, 1), ("ratio", 8, 2))
+    cells = (f"{row[key]:{width}.{digits}f}" if key in row else " " * width for key, width, digits in columns)
+    return f"{row['op']:<32}{row['size']:<28}{''.join(cells)}".rstrip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -148,13 +149,7 @@ def main() -> None:
             continue
         for row in group(args.seconds):
             rows.append(row)
-            numbers = (
-                f"{row[key]:.{digits}f}" if key in row else ""
-                for key, digits in (("us", 1), ("gflops", 1), ("gbytes", 1), ("ratio", 2))
-            )
-            print(
-                f"{row['op']:<32}{row['size']:<28}{next(numbers):>10}{next(numbers):>10}{next(numbers):>8}{next(numbers):>8}"
-            )
+            print(shown(row))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump({"facts": facts, "rows": rows}, file, indent=2)

@@ -61,7 +61,7 @@ def _import_extension() -> Any:
         return importlib.import_module("sapwood.kernels._C")
     except ImportError as e:
         raise RuntimeError(
-            f"the C++ kernels of Sapwood were not built ({e}): install a C++17 compiler with OpenMP, such as "
+            f"the C++ kernels of Sapwood were not built ({e}): install a C++17 compiler, such as "
             "g++, then reinstall with `pip install --force-reinstall --no-deps sapwood`, "
             "or in a clone with `pip install -e .`"
         ) from None

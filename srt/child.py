@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 import sapwood
-from sapwood.srt.config import Config
 from sapwood.srt.errors import ProcessDied
 from sapwood.srt.lifeline import Wire
 from sapwood.srt.messages import Beat, Boot, Fatal, Ready
@@ -147,19 +146,14 @@ def stop(children: Sequence[Child], seconds: float = STOP_SECONDS) -> None:
         child.reap(deadline - time.monotonic())
 
 
-def environment(role: str, config: Config) -> dict[str, str]:
-    """The environment of a child: finds sapwood where this process found it; only the worker has threads."""
+def environment() -> dict[str, str]:
+    """The environment of a child: finds sapwood where this process found it.
+
+    No library starts threads of its own; the worker's kernels have theirs.
+    """
     env = dict(os.environ)
-    if role == "worker":
-        if "OMP_WAIT_POLICY" not in env:
-            # A thread that spins at a barrier for long keeps those it waits for from running, when cores are
-            # shared: on two busy ones a step took 15 times as long.
-            env.setdefault("GOMP_SPINCOUNT", "1000")
-        if config.num_threads is not None:
-            env["OMP_NUM_THREADS"] = str(config.num_threads)
-    else:
-        env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        env["TOKENIZERS_PARALLELISM"] = "false"
+    env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    env["TOKENIZERS_PARALLELISM"] = "false"
     root = Path(sapwood.__file__).resolve().parent.parent
     if not _installed(root):
         # Last: a repository's root also holds folders named kernels and lang.

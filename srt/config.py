@@ -6,7 +6,7 @@ import argparse
 import os
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -208,10 +208,27 @@ def _from_text(variable: str, kind: Any, text: str) -> Any:
         raise ConfigError(f"{variable}={text!r}: {e}") from None
 
 
-def help_rows(argv: Sequence[str] = ()) -> list[tuple[str, str, str, str]]:
-    """(flag, environment variable, default, help) of every field, for the docs."""
-    rows = []
-    for i, (name, _kind, flag) in enumerate(fields()):
+def markdown() -> str:
+    """docs/configuration.md: one row for each field."""
+    lines = ["| flag | default | |", "|---|---|---|"]
+    for i, (name, kind, flag) in enumerate(fields()):
+        names = ", ".join(f"`{n}`" for n in (option(name), *flag.aliases))
         default = Config.__struct_defaults__[i]
-        rows.append((option(name), f"SAPWOOD_{name.upper()}", str(default), flag.help))
-    return rows
+        choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+        limits = f" ({', '.join(f'`{c}`' for c in choices)})" if choices else ""
+        lines.append(f"| {names} | {'' if default is None else f'`{default}`'} | {flag.help}{limits} |")
+    return "\n".join([*_PREFACE, "", *lines, ""])
+
+
+_PREFACE = (
+    "# Configuration",
+    "",
+    "Every flag of `sapwood serve`, made by `python -m sapwood.srt.config` from the fields of that file.",
+    "`--chunked-prefill-size 512` is `SAPWOOD_CHUNKED_PREFILL_SIZE=512` as an environment variable, and",
+    "`sapwood.Engine(chunked_prefill_size=512)` in Python. A flag wins over its variable; a switch has a",
+    "`--no-` form too. Lengths are in tokens, times in seconds.",
+)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

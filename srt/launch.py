@@ -105,7 +105,7 @@ class Launcher:
         return serve
 
     def _spawn(self, role: str, index: int) -> None:
-        env = child.environment(role, self._config)
+        env = child.environment()
         fds = []
         if role == "server" and self._listener is not None:
             fds = [self._listener.fileno()]

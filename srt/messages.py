@@ -1,4 +1,4 @@
-"""Every message between processes: one union, one codec. See DESIGN 2 and 3.
+"""Every message between processes: one union, one codec (see docs/architecture.md).
 
     server ──Generate, Abort, Ask──► tokenizer ──Submit, Cancel, StopAt, Ask──► scheduler ──Step──► worker
        ▲                               │  ▲                                       │   ▲               │
@@ -304,10 +304,9 @@ class StepResult(Message):
 
 
 class WorkerReady(Message):
-    """The worker's weights are loaded; `num_slots` KV slots exist. `facts` say what was chosen, and why."""
+    """The worker's weights are loaded; `num_slots` KV slots exist."""
 
     num_slots: int
-    facts: dict[str, str]
 
 
 # ---- launcher ⇄ child, over each child's own socket pair (see lifeline.py)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from sapwood.srt.errors import BadRequest
@@ -13,6 +11,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MIN_REPETITION_PENALTY = 0.01
+"""Logits are divided by it: one near 0 makes infinities of them."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _between("top_k", self.top_k, -1, 2**62)
         _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.logprobs is not None:
@@ -89,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def _between(
     name: str, value: float, low: float, high: float, *, open_low: bool = False, param: str | None = None
 ) -> None:
-    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+    # Written so that NaN fails too; no float() of an int, which may have thousands of digits.
+    if not low <= value <= high or (open_low and value == low):
         left = "above" if open_low else "from"
         raise BadRequest(f"{name} must be {left} {low} to {high}, got {value}", param=param or name)

@@ -3,21 +3,20 @@
 //   block   some queries of one row, with the query heads of one or several KV heads
 //   piece   a run of a block's tiles; a block is cut into several when there are few blocks for the threads
 //
-// attention_tile.hpp holds the arithmetic. Every tile's partial result is the same wherever it is computed, and they
-// are always merged one by one in tile order, so how a call is cut cannot be seen in the result.
+// attention_tile.hpp holds the arithmetic. Every tile's partial result is the same wherever it is computed,
+// and they are always merged one by one in tile order, so how a call is cut cannot be seen in the result.
 #pragma once
 
-#include <omp.h>
 
 #include "attention_tile.hpp"
 
 namespace sapwood {
 namespace {
 
-constexpr int64_t BLOCK_ROWS = 96;              // query rows of a block that share a gathered tile
-constexpr int64_t ALL_HEADS_BELOW = 16;         // smaller blocks take all KV heads: a slot is read straight through
+constexpr int64_t BLOCK_ROWS = 96;       // query rows of a block that share a gathered tile
+constexpr int64_t ALL_HEADS_BELOW = 16;  // smaller blocks take all KV heads: a slot is read straight through
 constexpr int64_t PIECES_PER_THREAD = 4;
-constexpr int64_t MAX_SPLIT_FLOATS = 1 << 26;   // of partial results that a call may keep
+constexpr int64_t MAX_SPLIT_FLOATS = 1 << 26;  // of partial results that a call may keep
 
 struct Piece {
     int64_t block, begin, end;  // tiles
@@ -75,13 +74,15 @@ inline Plan make_plan(const Attention &args, int threads) {
             plan.split_floats += floats;
         }
         for (int64_t begin = 0; begin < block.tiles; begin += split ? length : block.tiles)
-            plan.pieces[plan.num_pieces++] = {at, begin, split ? least(begin + length, block.tiles) : block.tiles};
+            plan.pieces[plan.num_pieces++] = {at, begin,
+                                              split ? least(begin + length, block.tiles) : block.tiles};
         plan.blocks[at++] = block;
     });
     return plan;
 }
 
-// A piece of a block that was cut leaves its tiles' partial results in `kept`; a whole block is finished here.
+// A piece of a block that was cut leaves its tiles' partial results in `kept`; a whole block is finished
+// here.
 template <class T>
 void run_piece(const Attention &args, const Block &block, int64_t begin, int64_t end, float *kept) {
     Workspace<T> space(args, block);
@@ -104,7 +105,8 @@ inline void merge_kept(const Attention &args, const Block &block, float *kept) {
     for (int64_t h = 0; h < block.heads; h++) {
         Partial sum(kept + h * floats, block.rows, width);
         for (int64_t tile = 1; tile < block.tiles; tile++)
-            merge(block, tile, width, Partial(kept + (tile * block.heads + h) * floats, block.rows, width), sum);
+            merge(block, tile, width, Partial(kept + (tile * block.heads + h) * floats, block.rows, width),
+                  sum);
         finish(args, block, h, width, sum);
     }
 }
@@ -114,18 +116,16 @@ void attend_typed(const Attention &args, int threads) {
     static thread_local Scratch partials;
     const Plan plan = make_plan(args, threads);
     float *kept = partials.of<float>((size_t)plan.split_floats);
-#pragma omp parallel num_threads(plan.units < 4 ? 1 : threads)
-    {
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < plan.num_pieces; i++) {
-            const Piece &piece = plan.pieces[i];
-            const Block &block = plan.blocks[piece.block];
-            run_piece<T>(args, block, piece.begin, piece.end, block.split < 0 ? nullptr : kept + block.split);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < plan.num_blocks; i++)
-            if (plan.blocks[i].split >= 0) merge_kept(args, plan.blocks[i], kept + plan.blocks[i].split);
-    }
+    const int useful = plan.units < 4 ? 1 : threads;
+    share(useful, plan.num_pieces, 1, [&](int64_t i) {
+        const Piece &piece = plan.pieces[i];
+        const Block &block = plan.blocks[piece.block];
+        run_piece<T>(args, block, piece.begin, piece.end, block.split < 0 ? nullptr : kept + block.split);
+    });
+    if (plan.split_floats == 0) return;
+    share(useful, plan.num_blocks, 1, [&](int64_t i) {
+        if (plan.blocks[i].split >= 0) merge_kept(args, plan.blocks[i], kept + plan.blocks[i].split);
+    });
 }
 
 void attend(const Attention &args, int threads) {

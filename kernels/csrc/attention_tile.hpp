@@ -16,16 +16,16 @@ namespace sapwood {
 namespace {
 
 constexpr int TILE = 64;
-constexpr int TILE_STRIDE = TILE + 16;  // of rows of scores and of query chunks, kept out of each other's cache sets
+constexpr int TILE_STRIDE = TILE + 16;  // of rows of scores and queries: apart in the cache's sets
 constexpr int CHUNK = 64;               // of head_dim that one call of the microkernel covers
 
-// Some consecutive queries of one row and the query heads of some KV heads. Query row r is query r / group with
-// head r % group of the KV head.
+// Some consecutive queries of one row and the query heads of some KV heads. Query row r is query r / group
+// with head r % group of the KV head.
 struct Block {
-    const int32_t *slots;                 // of the row, by position
-    int64_t token, position, queries;     // the first query's place in qkv and in the sequence
-    int64_t rows, head, heads;            // query rows for each KV head; first KV head, and how many
-    int64_t tiles, split;                 // tiles it sees; where its partial results lie if it is cut, else -1
+    const int32_t *slots;              // of the row, by position
+    int64_t token, position, queries;  // the first query's place in qkv and in the sequence
+    int64_t rows, head, heads;         // query rows for each KV head; first KV head, and how many
+    int64_t tiles, split;              // tiles it sees; where its partial results lie if it is cut, else -1
 
     int64_t group() const { return rows / queries; }
     // Positions of the tile that query row r sees.
@@ -37,7 +37,9 @@ struct Block {
 };
 
 SAPWOOD_INLINE int64_t padded(int64_t d) { return ceil_div(d, PANEL) * PANEL; }
-SAPWOOD_INLINE int64_t partial_floats(int64_t rows, int64_t width) { return ceil_div(rows * (width + 2), 16) * 16; }
+SAPWOOD_INLINE int64_t partial_floats(int64_t rows, int64_t width) {
+    return ceil_div(rows * (width + 2), 16) * 16;
+}
 
 struct Partial {
     float *out, *max, *sum;  // [rows][width], [rows], [rows]
@@ -74,7 +76,8 @@ inline void merge(const Block &block, int64_t tile, int64_t width, const Partial
     }
 }
 
-inline void finish(const Attention &args, const Block &block, int64_t h, int64_t width, const Partial &total) {
+inline void finish(const Attention &args, const Block &block, int64_t h, int64_t width,
+                   const Partial &total) {
     const int64_t group = block.group();
     for (int64_t r = 0; r < block.rows; r++) {
         const int64_t head = (block.head + h) * group + r % group;
@@ -125,7 +128,9 @@ struct Workspace {
         memset(zeros, 0, (size_t)width * sizeof(T));
     }
 
-    Partial running(int64_t h) const { return Partial(state + h * partial_floats(block.rows, width), block.rows, width); }
+    Partial running(int64_t h) const {
+        return Partial(state + h * partial_floats(block.rows, width), block.rows, width);
+    }
 
     float *query(int64_t h, int64_t chunk, int64_t r) const {
         return queries + ((h * chunks + chunk) * block.rows + r) * TILE_STRIDE;
@@ -138,7 +143,8 @@ struct Workspace {
                 const int64_t head = (block.head + h) * group + r % group;
                 const float *q = args.qkv + (block.token + r / group) * row_width + head * d;
                 for (int64_t c = 0; c < chunks; c++)
-                    memcpy(query(h, c, r), q + c * CHUNK, (size_t)least(CHUNK, d - c * CHUNK) * sizeof(float));
+                    memcpy(query(h, c, r), q + c * CHUNK,
+                           (size_t)least(CHUNK, d - c * CHUNK) * sizeof(float));
             }
     }
 
@@ -149,8 +155,8 @@ struct Workspace {
         return ((int64_t)block.slots[position] * args.hkv + block.head + h) * d;
     }
 
-    // Reads the tile's K, transposed to [panel of 16 positions][d][16], and V, as [panel of 16 channels][64][16].
-    // Fetches what is gathered after it, up to tile `end`.
+    // Reads the tile's K, transposed to panels of 16 positions, [d][16] each, and its V, as panels of 16
+    // channels, [64][16] each. Fetches what is gathered after it, up to tile `end`.
     void gather(int64_t tile, int64_t h, int64_t end) const {
         const T *k = (const T *)args.k_pool, *v = (const T *)args.v_pool;
         const int64_t count = present(tile), first = tile * TILE;
@@ -207,7 +213,7 @@ struct Workspace {
             const int depth = (int)least(CHUNK, d - c * CHUNK);
             for_panels(count, panels, [&](Micro<float> micro, int64_t panel) {
                 micro(query(h, c, r), keys + (panel * d + c * CHUNK) * PANEL, d * PANEL, depth, c > 0,
-                      scores + r * TILE_STRIDE + panel * PANEL, TILE_STRIDE, {keys, 0});
+                      scores + r * TILE_STRIDE + panel * PANEL, TILE_STRIDE, {keys, 0, 0});
             });
         }
     }
@@ -232,8 +238,8 @@ struct Workspace {
         partial.sum[r] = hsum(sum);
     }
 
-    // The weighted values. Rows that see more than the first one go on alone: a product with 0 would not do, since
-    // it turns -0 into 0 and a later token's infinity into NaN.
+    // The weighted values. Rows that see more than the first one go on alone: a product with 0 would not do,
+    // since it turns -0 into 0 and a later token's infinity into NaN.
     void weigh(int64_t tile, int64_t r, int count, const Partial &partial) const {
         const int64_t shared = block.seen(tile, r);
         add_values(r, count, 0, shared, partial);
@@ -244,14 +250,16 @@ struct Workspace {
     void add_values(int64_t r, int count, int64_t begin, int64_t end, const Partial &partial) const {
         for_panels(count, width / PANEL, [&](Micro<float> micro, int64_t panel) {
             micro(scores + r * TILE_STRIDE + begin, values + (panel * TILE + begin) * PANEL, TILE * PANEL,
-                  (int)(end - begin), begin > 0, partial.out + r * width + panel * PANEL, width, {values, 0});
+                  (int)(end - begin), begin > 0, partial.out + r * width + panel * PANEL, width,
+                  {values, 0, 0});
         });
     }
 
     template <class Call>
     static void for_panels(int rows, int64_t panels, Call call) {
         const int wide = panels_for(rows);
-        const Micro<float> micro = micro_for<TILE_STRIDE, float>(rows, wide), one = micro_for<TILE_STRIDE, float>(rows, 1);
+        const Micro<float> micro = micro_for<TILE_STRIDE, float>(rows, wide);
+        const Micro<float> one = micro_for<TILE_STRIDE, float>(rows, 1);
         int64_t panel = 0;
         for (; panel + wide <= panels; panel += wide) call(micro, panel);
         for (; panel < panels; panel++) call(one, panel);

@@ -1,5 +1,6 @@
-// The Python module. Every argument is an address, a size or a number; shapes and types are checked in Python, and
-// here, before any kernel runs, every index that a kernel follows. The GIL is released around all work.
+// The Python module. Every argument is an address, a size or a number; shapes and types are checked in
+// Python, and here, before any kernel runs, every index that a kernel follows. The GIL is released around all
+// work.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "pool.hpp"
 #include "table.hpp"
 
 #if SAPWOOD_X86
@@ -67,6 +69,7 @@ void choose(const std::string &isa, int count) {
     if (!chosen || count < 1) throw std::invalid_argument("cannot run " + isa);
     active = chosen;
     threads = count;
+    set_threads(count);
 }
 
 // The first i with !(0 <= values[i] < limit), else -1.
@@ -78,16 +81,17 @@ int64_t first_outside(const int32_t *values, int64_t n, int64_t limit) {
     return -1;
 }
 
-void call_linear(Address x, int64_t x_stride, int64_t m, Address weight, int dtype, int64_t n, int64_t k, Address out,
-                 int64_t out_stride, bool accumulate) {
-    table().linear({at<float>(x), x_stride, m, at<void>(weight), Dtype(dtype), n, k, at<float>(out), out_stride,
-                    accumulate},
+void call_linear(Address x, int64_t x_stride, int64_t m, Address weight, int dtype, int64_t n, int64_t k,
+                 Address out, int64_t out_stride, bool accumulate) {
+    table().linear({at<float>(x), x_stride, m, at<void>(weight), Dtype(dtype), n, k, at<float>(out),
+                    out_stride, accumulate},
                    threads);
 }
 
 int64_t call_embed(Address ids, int64_t m, Address weight, int dtype, int64_t n, int64_t k, Address out) {
     const int64_t wrong = first_outside(at<int32_t>(ids), m, n);
-    if (wrong < 0) table().embed({at<int32_t>(ids), m, at<void>(weight), Dtype(dtype), k, at<float>(out)}, threads);
+    if (wrong < 0)
+        table().embed({at<int32_t>(ids), m, at<void>(weight), Dtype(dtype), k, at<float>(out)}, threads);
     return wrong;
 }
 
@@ -99,24 +103,25 @@ void call_dequantise(Address blocks, int kind, int64_t n, int64_t k, Address out
     table().dequantise({at<void>(blocks), Blocks(kind), n, k, at<float>(out)}, threads);
 }
 
-void call_rms_norm(Address x, int64_t x_stride, int64_t m, int64_t heads, int64_t size, Address weight, float eps,
-                   Address out, int64_t out_stride) {
-    table().rms_norm({at<float>(x), x_stride, m, heads, size, at<float>(weight), eps, at<float>(out), out_stride},
-                     threads);
+void call_rms_norm(Address x, int64_t x_stride, int64_t m, int64_t heads, int64_t size, Address weight,
+                   float eps, Address out, int64_t out_stride) {
+    table().rms_norm(
+        {at<float>(x), x_stride, m, heads, size, at<float>(weight), eps, at<float>(out), out_stride},
+        threads);
 }
 
 void call_silu_mul(Address gate_up, int64_t m, int64_t size, Address out) {
     table().silu_mul({at<float>(gate_up), m, size, at<float>(out)}, threads);
 }
 
-int64_t call_rope_store(Address qkv, int64_t m, Address positions, Address slots, Address cos_sin, int64_t max_len,
-                        int64_t hq, int64_t hkv, int64_t d, Address k_pool, Address v_pool, int dtype,
-                        int64_t num_slots) {
+int64_t call_rope_store(Address qkv, int64_t m, Address positions, Address slots, Address cos_sin,
+                        int64_t max_len, int64_t hq, int64_t hkv, int64_t d, Address k_pool, Address v_pool,
+                        int dtype, int64_t num_slots) {
     int64_t wrong = first_outside(at<int32_t>(positions), m, max_len);
     if (wrong < 0) wrong = first_outside(at<int32_t>(slots), m, num_slots);
     if (wrong < 0)
-        table().rope_store({at<float>(qkv), m, at<int32_t>(positions), at<int32_t>(slots), at<float>(cos_sin), hq, hkv,
-                            d, at<void>(k_pool), at<void>(v_pool), Dtype(dtype)},
+        table().rope_store({at<float>(qkv), m, at<int32_t>(positions), at<int32_t>(slots), at<float>(cos_sin),
+                            hq, hkv, d, at<void>(k_pool), at<void>(v_pool), Dtype(dtype)},
                            threads);
     return wrong;
 }
@@ -127,9 +132,11 @@ int64_t wrong_row(const Attention &args, int64_t m, int64_t num_slots, int64_t m
     for (int64_t i = 0; i < args.num_rows; i++) {
         const int64_t row = args.rows[i], start = args.starts[i], count = args.counts[i];
         tokens += count;
-        if (row < 0 || row >= max_rows || start < 0 || count < 0 || start + count > args.table_stride || tokens > m)
+        if (row < 0 || row >= max_rows || start < 0 || count < 0 || start + count > args.table_stride ||
+            tokens > m)
             return i;
-        if (count > 0 && first_outside(args.slot_table + row * args.table_stride, start + count, num_slots) >= 0)
+        if (count > 0 &&
+            first_outside(args.slot_table + row * args.table_stride, start + count, num_slots) >= 0)
             return i;
     }
     return tokens == m ? -1 : args.num_rows;
@@ -137,10 +144,23 @@ int64_t wrong_row(const Attention &args, int64_t m, int64_t num_slots, int64_t m
 
 int64_t call_attend(Address qkv, int64_t m, Address k_pool, Address v_pool, int dtype, int64_t num_slots,
                     Address slot_table, int64_t max_rows, int64_t max_len, Address rows, Address starts,
-                    Address counts, int64_t num_rows, int64_t hq, int64_t hkv, int64_t d, float scale, Address out) {
-    const Attention args = {at<float>(qkv), at<void>(k_pool), at<void>(v_pool), Dtype(dtype), at<int32_t>(slot_table),
-                            max_len, at<int32_t>(rows), at<int32_t>(starts), at<int32_t>(counts), num_rows, hq, hkv, d,
-                            scale, at<float>(out)};
+                    Address counts, int64_t num_rows, int64_t hq, int64_t hkv, int64_t d, float scale,
+                    Address out) {
+    const Attention args = {at<float>(qkv),
+                            at<void>(k_pool),
+                            at<void>(v_pool),
+                            Dtype(dtype),
+                            at<int32_t>(slot_table),
+                            max_len,
+                            at<int32_t>(rows),
+                            at<int32_t>(starts),
+                            at<int32_t>(counts),
+                            num_rows,
+                            hq,
+                            hkv,
+                            d,
+                            scale,
+                            at<float>(out)};
     const int64_t wrong = wrong_row(args, m, num_slots, max_rows);
     if (wrong < 0) table().attend(args, threads);
     return wrong;
@@ -148,31 +168,31 @@ int64_t call_attend(Address qkv, int64_t m, Address k_pool, Address v_pool, int 
 
 void call_adjust(Address logits, Address prompt_seen, Address output_counts, int64_t vocab, float repetition,
                  float presence, float frequency) {
-    table().adjust({at<float>(logits), at<uint8_t>(prompt_seen), at<int32_t>(output_counts), vocab, repetition,
-                    presence, frequency},
+    table().adjust({at<float>(logits), at<uint8_t>(prompt_seen), at<int32_t>(output_counts), vocab,
+                    repetition, presence, frequency},
                    threads);
 }
 
-int64_t call_sample(Address logits, int64_t rows, int64_t vocab, Address source, int64_t n, Address temperature,
-                    Address top_k, Address top_p, Address min_p, Address seeds, Address choices, Address positions,
-                    Address ids, Address errors) {
+int64_t call_sample(Address logits, int64_t rows, int64_t vocab, Address source, int64_t n,
+                    Address temperature, Address top_k, Address top_p, Address min_p, Address seeds,
+                    Address choices, Address positions, Address ids, Address errors) {
     const int64_t wrong = first_outside(at<int32_t>(source), n, rows);
     if (wrong < 0)
-        table().sample({at<float>(logits), vocab, at<int32_t>(source), n, at<float>(temperature), at<int32_t>(top_k),
-                        at<float>(top_p), at<float>(min_p), at<int64_t>(seeds), at<int32_t>(choices),
-                        at<int32_t>(positions), at<int32_t>(ids), at<int32_t>(errors)},
+        table().sample({at<float>(logits), vocab, at<int32_t>(source), n, at<float>(temperature),
+                        at<int32_t>(top_k), at<float>(top_p), at<float>(min_p), at<int64_t>(seeds),
+                        at<int32_t>(choices), at<int32_t>(positions), at<int32_t>(ids), at<int32_t>(errors)},
                        threads);
     return wrong;
 }
 
-int64_t call_logprobs(Address logits, int64_t rows, int64_t vocab, Address source, Address ids, Address top, int64_t n,
-                      int64_t kmax, Address logprob, Address top_ids, Address top_values) {
+int64_t call_logprobs(Address logits, int64_t rows, int64_t vocab, Address source, Address ids, Address top,
+                      int64_t n, int64_t kmax, Address logprob, Address top_ids, Address top_values) {
     int64_t wrong = first_outside(at<int32_t>(source), n, rows);
     if (wrong < 0) wrong = first_outside(at<int32_t>(ids), n, vocab);
     if (wrong < 0) wrong = first_outside(at<int32_t>(top), n, kmax + 1);
     if (wrong < 0)
-        table().logprobs({at<float>(logits), vocab, at<int32_t>(source), at<int32_t>(ids), at<int32_t>(top), n, kmax,
-                          at<float>(logprob), at<int32_t>(top_ids), at<float>(top_values)},
+        table().logprobs({at<float>(logits), vocab, at<int32_t>(source), at<int32_t>(ids), at<int32_t>(top),
+                          n, kmax, at<float>(logprob), at<int32_t>(top_ids), at<float>(top_values)},
                          threads);
     return wrong;
 }

@@ -8,7 +8,9 @@
 namespace sapwood {
 namespace {
 
-SAPWOOD_INLINE Vec load_upto(const float *p, int64_t n) { return n >= LANES ? load(p) : load_part(p, (int)n); }
+SAPWOOD_INLINE Vec load_upto(const float *p, int64_t n) {
+    return n >= LANES ? load(p) : load_part(p, (int)n);
+}
 SAPWOOD_INLINE void store_upto(float *p, Vec v, int64_t n) {
     if (n >= LANES)
         store(p, v);
@@ -31,17 +33,17 @@ inline void norm_one(const float *x, const float *weight, float eps, int64_t siz
 
 void rms_norm(const Norm &args, int threads) {
     const int64_t each = args.heads, total = args.m * each;
-#pragma omp parallel for schedule(static) num_threads(threads_for(total * args.size, threads))
-    for (int64_t i = 0; i < total; i++) {
+    const int useful = threads_for(total * args.size, threads);
+    share(useful, total, fair_run(total, useful), [&](int64_t i) {
         const int64_t row = i / each, offset = i % each * args.size;
         norm_one(args.x + row * args.x_stride + offset, args.weight, args.eps, args.size,
                  args.out + row * args.out_stride + offset);
-    }
+    });
 }
 
 void silu_mul(const Silu &args, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(args.m * args.size * 4, threads))
-    for (int64_t row = 0; row < args.m; row++) {
+    const int useful = threads_for(args.m * args.size * 4, threads);
+    share(useful, args.m, fair_run(args.m, useful), [&](int64_t row) {
         const float *gate = args.gate_up + row * 2 * args.size, *up = gate + args.size;
         for (int64_t i = 0; i < args.size; i += LANES) {
             const int64_t left = args.size - i;
@@ -49,7 +51,7 @@ void silu_mul(const Silu &args, int threads) {
             Vec silu = div(g, add(set1(1.0f), exp(sub(zero(), g))));
             store_upto(args.out + row * args.size + i, mul(silu, load_upto(up + i, left)), left);
         }
-    }
+    });
 }
 
 // A multiply, a multiply and an add, unfused: the same bits as Hugging Face's formula.
@@ -63,7 +65,9 @@ inline void rotate(float *x, const float *cosines, const float *sines, int64_t h
     }
 }
 
-inline void copy_to_pool(const float *from, int64_t n, float *to) { memcpy(to, from, (size_t)n * sizeof(float)); }
+inline void copy_to_pool(const float *from, int64_t n, float *to) {
+    memcpy(to, from, (size_t)n * sizeof(float));
+}
 inline void copy_to_pool(const float *from, int64_t n, half *to) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
@@ -73,8 +77,8 @@ inline void copy_to_pool(const float *from, int64_t n, half *to) {
 template <class T>
 void rope_store_typed(const Rope &args, int threads) {
     const int64_t width = (args.hq + 2 * args.hkv) * args.d, kv = args.hkv * args.d;
-#pragma omp parallel for schedule(static) num_threads(threads_for(args.m * width * 2, threads))
-    for (int64_t i = 0; i < args.m; i++) {
+    const int useful = threads_for(args.m * width * 2, threads);
+    share(useful, args.m, fair_run(args.m, useful), [&](int64_t i) {
         float *row = args.qkv + i * width;
         const float *cosines = args.table + args.positions[i] * args.d;
         for (int64_t head = 0; head < args.hq + args.hkv; head++)
@@ -82,7 +86,7 @@ void rope_store_typed(const Rope &args, int threads) {
         const float *k = row + args.hq * args.d;
         copy_to_pool(k, kv, (T *)args.k_pool + args.slots[i] * kv);
         copy_to_pool(k + kv, kv, (T *)args.v_pool + args.slots[i] * kv);
-    }
+    });
 }
 
 void rope_store(const Rope &args, int threads) {

@@ -1,7 +1,6 @@
 // Linear layers over packed panels.
 #pragma once
 
-#include <omp.h>
 #include <string.h>
 
 #include "microkernel.hpp"
@@ -17,7 +16,8 @@ constexpr int STREAM_AHEAD = 16 * PANEL;  // weights fetched ahead of those one 
 constexpr int64_t CONVERT_FROM = 4;       // tiles for which it pays to make floats of halves once
 
 // Writes the finished tile to its place in out; channels beyond n are not written.
-inline void emit(const Linear &args, const float *tile, int64_t tile_stride, int64_t row, int64_t rows, int64_t channel) {
+inline void emit(const Linear &args, const float *tile, int64_t tile_stride, int64_t row, int64_t rows,
+                 int64_t channel) {
     int64_t width = least(tile_stride, args.n - channel);
     for (int64_t r = 0; r < rows; r++) {
         float *out = args.out + (row + r) * args.out_stride + channel;
@@ -50,15 +50,15 @@ void linear_one_row(const Linear &args, int threads) {
     constexpr int wide = panels_for(1);
     const Micro<W> micro[2] = {microkernel<1, 1, 0, W>, microkernel<1, wide, 0, W>};
     const int64_t groups = panels / wide, tasks = groups + panels % wide;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t task = 0; task < tasks; task++) {
+    share(threads, tasks, 1, [&](int64_t task) {
         const bool full = task < groups;
         const int64_t panel = full ? task * wide : panels - (tasks - task);
-        const Ahead soon = {weight + panel * panel_stride + STREAM_AHEAD, PANEL * (int)sizeof(W)};
+        const Ahead soon = {weight + panel * panel_stride + STREAM_AHEAD, panel_stride * (int64_t)sizeof(W),
+                            PANEL * (int)sizeof(W)};
         float tile[4 * PANEL];
         micro[full](args.x, weight + panel * panel_stride, panel_stride, (int)args.k, false, tile, 0, soon);
         emit(args, tile, full ? wide * PANEL : PANEL, 0, 1, panel * PANEL);
-    }
+    });
 }
 
 // The shape of one call's work: tiles of rows in blocks that stay in cache, times groups of panels.
@@ -92,11 +92,13 @@ struct Product {
         }
     }
 
-    // While tile `part` of `parts` is multiplied with piece p, its share of what comes after this piece of the panels.
+    // While tile `part` of `parts` is multiplied with piece p, its share of what comes after this piece of
+    // the panels.
     Ahead ahead(const W *b, int64_t p, int count, int64_t part, int64_t parts) const {
         const int64_t depth = least(piece, args.k - p * piece), row = PANEL * (int64_t)sizeof(W);
         const int64_t distance = p + 1 < pieces ? depth : count * args.k - p * piece;
-        return {(const char *)b + (distance + part * depth / parts) * row, (int)ceil_div(row, parts)};
+        return {(const char *)b + (distance + part * depth / parts) * row, args.k * row,
+                (int)ceil_div(row, parts)};
     }
 
     // The product of one block of rows with `count` panels from `panel`.
@@ -118,9 +120,11 @@ struct Product {
                 const float *a = row(copy, p, tiling.begin(t));
                 float *out = sum + (tiling.begin(t) - first_row) * width;
                 if (reuse)
-                    micro_for<ROW_STRIDE, float>(tiling.rows(t), count)(a, b32, (int64_t)depth * PANEL, depth, p > 0, out, width, next);
+                    micro_for<ROW_STRIDE, float>(tiling.rows(t), count)(a, b32, (int64_t)depth * PANEL, depth,
+                                                                        p > 0, out, width, next);
                 else
-                    micro_for<ROW_STRIDE, W>(tiling.rows(t), count)(a, b, panel_stride, depth, p > 0, out, width, next);
+                    micro_for<ROW_STRIDE, W>(tiling.rows(t), count)(a, b, panel_stride, depth, p > 0, out,
+                                                                    width, next);
             }
         }
         emit(args, sum, width, first_row, rows, panel * PANEL);
@@ -140,14 +144,10 @@ void linear_rows(const Linear &args, int threads) {
     float *copy = rows.of<float>((size_t)(product.pieces * args.m * ROW_STRIDE));
     // Neighbouring groups go to one thread, so that what it fetches ahead is its own.
     const int run = (int)most(1, product.blocks * product.groups / (8 * threads));
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < args.m; r++) product.copy_row(copy, r);
-#pragma omp for schedule(dynamic, run)
-        for (int64_t task = 0; task < product.blocks * product.groups; task++)
-            product.compute_group(copy, task / product.groups, task % product.groups);
-    }
+    share(threads, args.m, fair_run(args.m, threads), [&](int64_t r) { product.copy_row(copy, r); });
+    share(threads, product.blocks * product.groups, run, [&](int64_t task) {
+        product.compute_group(copy, task / product.groups, task % product.groups);
+    });
 }
 
 template <class W>
@@ -175,12 +175,12 @@ void linear(const Linear &args, int threads) {
 template <class W>
 void embed_typed(const Embed &args, int threads) {
     const W *weight = (const W *)args.weight;
-#pragma omp parallel for schedule(static) num_threads(threads_for(args.m * args.k, threads))
-    for (int64_t i = 0; i < args.m; i++) {
+    const int useful = threads_for(args.m * args.k, threads);
+    share(useful, args.m, fair_run(args.m, useful), [&](int64_t i) {
         const int64_t id = args.ids[i];
         const W *from = weight + id / PANEL * args.k * PANEL + id % PANEL;
         for (int64_t k = 0; k < args.k; k++) args.out[i * args.k + k] = value(from[k * PANEL]);
-    }
+    });
 }
 
 void embed(const Embed &args, int threads) {

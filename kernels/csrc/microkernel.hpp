@@ -10,19 +10,20 @@ namespace {
 constexpr int PANEL = 16;
 constexpr int PANEL_VECS = PANEL / LANES;
 
-// Memory that will be wanted soon: while it works, the microkernel fetches from `from` on, `step` bytes further with
-// each step of k, in each panel.
+// Memory that will be wanted soon. While it works, the microkernel fetches one line for each of its panels,
+// which lie `stride` bytes apart, and goes `step` bytes further with each step of k.
 struct Ahead {
     const void *from;
+    int64_t stride;
     int step;
 };
 
 // R rows of a (STRIDE floats apart) times P panels (panel_stride elements apart), depth k, into
-// out[r * out_stride + 16 * panel + channel]. Each element is one chain of multiply-adds in order of k: it starts at
-// zero or, with `resume`, at what out holds, so that cutting k into pieces changes nothing.
+// out[r * out_stride + 16 * panel + channel]. Each element is one chain of multiply-adds in order of k: it
+// starts at zero or, with `resume`, at what out holds, so that cutting k into pieces changes nothing.
 template <int R, int P, int STRIDE, class W>
-void microkernel(const float *a, const W *b, int64_t panel_stride, int k, bool resume, float *out, int64_t out_stride,
-                 Ahead ahead) {
+void microkernel(const float *a, const W *b, int64_t panel_stride, int k, bool resume, float *out,
+                 int64_t out_stride, Ahead ahead) {
     const char *soon = (const char *)ahead.from;
     constexpr int V = P * PANEL_VECS;
     Vec acc[R][V];
@@ -32,12 +33,11 @@ void microkernel(const float *a, const W *b, int64_t panel_stride, int k, bool r
         for (int v = 0; v < V; v++) acc[r][v] = resume ? load(out + r * out_stride + v * LANES) : zero();
     for (int i = 0; i < k; i++) {
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++) prefetch_far(soon + p * panel_stride * (int64_t)sizeof(W));
+        for (int p = 0; p < P; p++) prefetch_far(soon + p * ahead.stride);
         soon += ahead.step;
         Vec w[V];
 #pragma GCC unroll 16
-        for (int v = 0; v < V; v++)
-            w[v] = load(b + v / PANEL_VECS * panel_stride + v % PANEL_VECS * LANES);
+        for (int v = 0; v < V; v++) w[v] = load(b + v / PANEL_VECS * panel_stride + v % PANEL_VECS * LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             Vec x = set1(a[r * STRIDE]);

@@ -73,9 +73,10 @@ inline void read_blocks(Blocks kind, const uint8_t *block, int64_t weights, floa
 
 void dequantise(const Dequantise &args, int threads) {
     const int64_t row = bytes_of(args.kind, args.k);
-#pragma omp parallel for schedule(static) num_threads(threads_for(args.n * args.k, threads))
-    for (int64_t i = 0; i < args.n; i++)
+    const int useful = threads_for(args.n * args.k, threads);
+    share(useful, args.n, fair_run(args.n, useful), [&](int64_t i) {
         read_blocks(args.kind, (const uint8_t *)args.blocks + i * row, args.k, args.out + i * args.k);
+    });
 }
 
 // 16 rows of `size` floats, `stride` apart, into size rows of 16 channels.
@@ -96,8 +97,9 @@ template <class W>
 void pack_typed(const Pack &args, int threads) {
     constexpr int64_t CHUNK = 256;  // of k at a time; whole blocks of every format
     const int64_t row = bytes_of(args.kind, args.k);
-#pragma omp parallel for schedule(static) num_threads(threads_for(args.n * args.k, threads))
-    for (int64_t panel = 0; panel < ceil_div(args.n, PANEL); panel++) {
+    const int useful = threads_for(args.n * args.k, threads);
+    const int64_t panels = ceil_div(args.n, PANEL);
+    share(useful, panels, fair_run(panels, useful), [&](int64_t panel) {
         float rows[PANEL * CHUNK] = {};
         const int64_t count = least(PANEL, args.n - panel * PANEL);
         W *out = (W *)args.out + panel * args.k * PANEL;
@@ -109,7 +111,7 @@ void pack_typed(const Pack &args, int threads) {
             }
             interleave(rows, CHUNK, size, out + k * PANEL);
         }
-    }
+    });
 }
 
 void pack(const Pack &args, int threads) {

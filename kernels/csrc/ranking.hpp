@@ -56,8 +56,8 @@ inline Ranked *sort_ranked(Ranked *items, Ranked *spare, int64_t count) {
     return items;
 }
 
-// Ranks a row as far down as asked. Only what reaches the limit is sorted; for the k best, that is the k-th largest
-// maximum of a block, as at least k logits reach it.
+// Ranks a row as far down as asked. Only what reaches the limit is sorted; for the k best, that is the k-th
+// largest maximum of a block, as at least k logits reach it.
 struct Ranking {
     const float *logits;
     int64_t vocab, blocks;

@@ -1,8 +1,6 @@
 // Penalties, draws and log-probabilities. Rows run in parallel; each depends on itself alone.
 #pragma once
 
-#include <omp.h>
-
 #include "ranking.hpp"
 
 namespace sapwood {
@@ -74,7 +72,8 @@ struct Weights {
         sums = memory.of<double>((size_t)(blocks + blocks * SUM_BLOCK / 2));
         weights = (float *)(sums + blocks);
         const Vec shift = set1(top), factor = set1(1.0f / temperature);
-        sum_blocks([&](int64_t i) { return exp(mul(sub(load_logits(logits + i, vocab - i), shift), factor)); });
+        sum_blocks(
+            [&](int64_t i) { return exp(mul(sub(load_logits(logits + i, vocab - i), shift), factor)); });
     }
 
     // Sets the weights to at(i) for every vector of them.
@@ -124,7 +123,8 @@ struct Weights {
     }
 };
 
-// A logit such that those that reach it, which should not be many more than needed, have `share` of the weight.
+// A logit such that those that reach it, which should not be many more than needed, have `share` of the
+// weight.
 inline float nucleus_floor(const Weights &weights, float top, float temperature, double share) {
     for (float depth = 1.0f; depth < 88.0f; depth *= 1.4f) {
         const Vec lowest = set1(top - depth * temperature);
@@ -132,7 +132,8 @@ inline float nucleus_floor(const Weights &weights, float top, float temperature,
         for (int64_t b = 0; b < weights.blocks; b++) {
             Vec sum = zero();
             for (int64_t i = b * SUM_BLOCK; i < least((b + 1) * SUM_BLOCK, weights.vocab); i += LANES)
-                sum = add(sum, keep(ge(load_logits(weights.logits + i, weights.vocab - i), lowest), load(weights.weights + i)));
+                sum = add(sum, keep(ge(load_logits(weights.logits + i, weights.vocab - i), lowest),
+                                    load(weights.weights + i)));
             mass += hsum(sum);
         }
         if (mass >= share * weights.total) return top - depth * temperature;
@@ -141,7 +142,8 @@ inline float nucleus_floor(const Weights &weights, float top, float temperature,
 }
 
 // The last entry, in order of rank, that top_k and top_p keep.
-inline const Ranked *last_kept(const Sample &args, int64_t i, float top, const Weights &weights, Ranking &ranking) {
+inline const Ranked *last_kept(const Sample &args, int64_t i, float top, const Weights &weights,
+                               Ranking &ranking) {
     const bool by_k = args.top_k[i] > 0 && args.top_k[i] < args.vocab;
     int64_t count = args.top_k[i];
     if (by_k && args.top_p[i] >= 1.0f) return ranking.best(count, &count) + args.top_k[i] - 1;
@@ -187,8 +189,7 @@ inline SampleError sample_one(const Sample &args, int64_t i) {
 }
 
 void sample(const Sample &args, int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(args.n > 1 ? threads : 1)
-    for (int64_t i = 0; i < args.n; i++) args.errors[i] = sample_one(args, i);
+    share(threads, args.n, 1, [&](int64_t i) { args.errors[i] = sample_one(args, i); });
 }
 
 inline void logprobs_one(const Logprobs &args, int64_t i) {
@@ -219,8 +220,7 @@ inline void logprobs_one(const Logprobs &args, int64_t i) {
 }
 
 void logprobs(const Logprobs &args, int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(args.n > 1 ? threads : 1)
-    for (int64_t i = 0; i < args.n; i++) logprobs_one(args, i);
+    share(threads, args.n, 1, [&](int64_t i) { logprobs_one(args, i); });
 }
 
 }  // namespace

@@ -12,6 +12,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "pool.hpp"
+
 namespace sapwood {
 namespace {
 
@@ -65,9 +67,7 @@ struct Scratch {
 };
 
 // Threads worth waking for so many elementary operations.
-SAPWOOD_INLINE int threads_for(int64_t operations, int threads) {
-    return operations < 32768 ? 1 : threads;
-}
+SAPWOOD_INLINE int threads_for(int64_t operations, int threads) { return operations < 32768 ? 1 : threads; }
 
 }  // namespace
 }  // namespace sapwood

@@ -31,11 +31,11 @@ SAPWOOD_INLINE float from_bits(uint32_t b) {
     return x;
 }
 
+// Without branches, so that it vectorises: the half's bits, read as a float, are the value times 2 ** -112.
 SAPWOOD_INLINE float to_float(half h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
-    if (exponent == 31) return from_bits(sign | 0x7f800000 | (mantissa << 13) | (mantissa ? 0x400000 : 0));
-    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)mantissa * 0x1p-24f;
-    return from_bits(sign | ((exponent + 112) << 23) | (mantissa << 13));
+    const uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13,
+                   special = (h & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
+    return from_bits(to_bits(from_bits(magnitude) * 0x1p112f) | special | (uint32_t)(h & 0x8000) << 16);
 }
 // Rounds to nearest, ties to even.
 SAPWOOD_INLINE half to_half(float x) {
@@ -49,12 +49,12 @@ SAPWOOD_INLINE half to_half(float x) {
     return (half)(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13));
 }
 
-#define SAPWOOD_LANES(expression)                  \
-    Vec r;                                         \
+#define SAPWOOD_LANES(expression)                             \
+    Vec r;                                                    \
     for (int i = 0; i < LANES; i++) r.lane[i] = (expression); \
     return r
-#define SAPWOOD_MASK(condition)                    \
-    Mask r = 0;                                    \
+#define SAPWOOD_MASK(condition)                                  \
+    Mask r = 0;                                                  \
     for (int i = 0; i < LANES; i++) r |= (Mask)(condition) << i; \
     return r
 
@@ -100,7 +100,9 @@ SAPWOOD_INLINE float hmax(Vec v) {
 }
 
 // 2 ** n, for a float whose low mantissa bits hold the integer n.
-SAPWOOD_INLINE Vec power_of_two(Vec shifted) { SAPWOOD_LANES(from_bits((to_bits(shifted.lane[i]) + 127) << 23)); }
+SAPWOOD_INLINE Vec power_of_two(Vec shifted) {
+    SAPWOOD_LANES(from_bits((to_bits(shifted.lane[i]) + 127) << 23));
+}
 
 #undef SAPWOOD_LANES
 #undef SAPWOOD_MASK

@@ -8,8 +8,16 @@
 namespace sapwood {
 namespace {
 
-SAPWOOD_INLINE __m256 load8(const float *p) { return _mm256_loadu_ps(p); }
-SAPWOOD_INLINE __m256 load8(const half *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+// Four values from each of two places, as one vector: halves of the register are filled by loads, which
+// leaves the port that shuffles free for the transposition itself.
+SAPWOOD_INLINE __m256 load_pair(const float *low, const float *high) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
+}
+SAPWOOD_INLINE __m256 load_pair(const half *low, const half *high) {
+    __m128i both = _mm_castps_si128(
+        _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)low)), (const __m64 *)high));
+    return _mm256_cvtph_ps(both);
+}
 SAPWOOD_INLINE void store8(float *p, __m256 v) { _mm256_storeu_ps(p, v); }
 SAPWOOD_INLINE void store8(half *p, __m256 v) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -18,25 +26,16 @@ SAPWOOD_INLINE void store8(half *p, __m256 v) {
 // to[i * stride + j] = from[j][i] for i, j < 8.
 template <class From, class To>
 SAPWOOD_INLINE void transpose8(const From *const from[8], To *to, int stride) {
-    __m256 r[8], t[8], u[8];
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) r[j] = load8(from[j]);
-#pragma GCC unroll 4
-    for (int j = 0; j < 8; j += 2) {
-        t[j] = _mm256_unpacklo_ps(r[j], r[j + 1]);
-        t[j + 1] = _mm256_unpackhi_ps(r[j], r[j + 1]);
-    }
 #pragma GCC unroll 2
-    for (int j = 0; j < 8; j += 4) {
-        u[j] = _mm256_shuffle_ps(t[j], t[j + 2], 0x44);
-        u[j + 1] = _mm256_shuffle_ps(t[j], t[j + 2], 0xee);
-        u[j + 2] = _mm256_shuffle_ps(t[j + 1], t[j + 3], 0x44);
-        u[j + 3] = _mm256_shuffle_ps(t[j + 1], t[j + 3], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        store8(to + (int64_t)j * stride, _mm256_permute2f128_ps(u[j], u[j + 4], 0x20));
-        store8(to + (int64_t)(j + 4) * stride, _mm256_permute2f128_ps(u[j], u[j + 4], 0x31));
+    for (int i = 0; i < 8; i += 4) {
+        __m256 a = load_pair(from[0] + i, from[4] + i), b = load_pair(from[1] + i, from[5] + i);
+        __m256 c = load_pair(from[2] + i, from[6] + i), d = load_pair(from[3] + i, from[7] + i);
+        __m256 ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
+        store8(to + (int64_t)i * stride, _mm256_shuffle_ps(ab, cd, 0x44));
+        store8(to + (int64_t)(i + 1) * stride, _mm256_shuffle_ps(ab, cd, 0xee));
+        ab = _mm256_unpackhi_ps(a, b), cd = _mm256_unpackhi_ps(c, d);
+        store8(to + (int64_t)(i + 2) * stride, _mm256_shuffle_ps(ab, cd, 0x44));
+        store8(to + (int64_t)(i + 3) * stride, _mm256_shuffle_ps(ab, cd, 0xee));
     }
 }
 

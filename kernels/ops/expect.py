@@ -27,7 +27,8 @@ def expect_rows(name: str, tensor: Tensor, rows: int, columns: int) -> int:
         if (column_stride == 1 or columns == 1) and (row_stride >= columns or rows <= 1):
             return row_stride
     raise ValueError(
-        f"{name} must be a CPU tensor of torch.float32 [{rows}, {columns}] with dense rows, got {_told(tensor)}"
+        f"{name} must be a CPU tensor of torch.float32 [{rows}, {columns}] with dense rows, "
+        f"got {_told(tensor)}"
     )
 
 

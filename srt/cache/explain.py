@@ -1,11 +1,9 @@
-"""Why a prefix lookup stopped where it did."""
+"""Why a prefix lookup stopped where it did: the reasons, and the memory of what was evicted."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Literal
-
-from sapwood.srt.messages import Verdict
 
 Stopped = Literal["cold", "diverged", "evicted", "namespace", "last_token", "disabled"]
 
@@ -41,24 +39,3 @@ class Ghosts:
             self._edges.clear()
         else:
             self._edges = OrderedDict.fromkeys(e for e in self._edges if e[0] != namespace)
-
-
-_SENTENCES: dict[str, str] = {
-    "cold": "Nothing of this prompt was cached.",
-    "diverged": "{found} From token {matched} on, nothing cached goes on like this prompt.",
-    "evicted": "{found} Token {matched} was cached after that once, and has been evicted since.",
-    "namespace": "{found} The shared namespace holds more of it, but this request has its own.",
-    "last_token": "{found} The last token, and those with prompt logprobs, are always computed.",
-    "disabled": "The prefix cache is off.",
-}
-
-
-def describe(verdict: Verdict) -> str:
-    """The verdict in words, for a person; token positions count from 0."""
-    n = verdict.matched
-    found = (
-        f"The first {n} tokens were cached."
-        if n > 1
-        else ("No tokens were cached.", "One token was cached.")[n]
-    )
-    return _SENTENCES[verdict.stopped].format(found=found, matched=n)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from sapwood.srt.errors import ModelError
+from sapwood.srt.params import MIN_REPETITION_PENALTY
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,9 +33,8 @@ SAMPLING_RANGES = {
     "top_p": (0.0, 1.0),
     "top_k": (-1, 2**62),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 100.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, 100.0),
 }
-_OPEN_LOW = ("top_p", "repetition_penalty")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -73,9 +72,9 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     chosen: dict[str, float] = {}
     for name, (low, high) in SAMPLING_RANGES.items():
         value = generation.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
-        if not low <= value <= high or (name in _OPEN_LOW and value == low):
+        if not low <= value <= high or (name == "top_p" and value == low):
             continue
         if name != "top_k":
             chosen[name] = float(value)

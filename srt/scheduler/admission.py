@@ -59,7 +59,7 @@ def _rows_suffice(state: State, sequence: Sequence) -> bool:
 
 
 def _sibling_computes(state: State, sequence: Sequence) -> bool:
-    """Whether a row whose prompt is being computed will put more of this prefix into the tree than is there."""
+    """Whether a row that computes its prompt will put more of this prefix into the tree than is there."""
     rows = state.rows
     candidates = rows.computing()
     if not len(candidates):

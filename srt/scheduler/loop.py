@@ -35,7 +35,6 @@ def make_state(config: Config, source: ModelSource, num_slots: int) -> State:
     return State(
         config=config,
         eos_ids=np.array(sorted(source.eos_ids), dtype=np.int32),
-        vocab_size=source.vocab_size,
         context_length=source.context_length,
         pool=pool,
         tree=RadixTree(pool),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from sapwood.srt import messages
 from sapwood.srt.messages import RowStart, Step
 from sapwood.srt.scheduler import admission
-from sapwood.srt.scheduler.preemption import retract_youngest
+from sapwood.srt.scheduler.preemption import retract_one
 from sapwood.srt.scheduler.state import Sent, State
 
 Int32s = npt.NDArray[np.int32]
@@ -59,7 +59,7 @@ def _make_room(state: State) -> npt.NDArray[np.intp]:
         oldest = rows.oldest() if rows.num_active else -1
         if oldest >= 0 and not rows.sampled[oldest] and not rows.busy[oldest]:
             need += min(int(rows.length[oldest] - rows.planned[oldest]), state.budget)
-        if need <= state.available or not retract_youngest(state):
+        if need <= state.available or not retract_one(state):
             return decodes
 
 

@@ -30,6 +30,13 @@ def order(state: State) -> list[Sequence]:
 
 
 def peek(state: State, sequence: Sequence) -> int:
-    """How many leading tokens of the sequence the tree holds, its last token excluded."""
-    ids = sequence.ids
-    return state.tree.peek(sequence.request.namespace, ids.tobytes(), len(ids) - 1)[0]
+    """How many leading tokens of the sequence the tree holds, its last token excluded.
+
+    Kept until the tree or the sequence changes: a long queue that waits for slots is ordered at every step.
+    """
+    tree, ids = state.tree, sequence.ids
+    now = (tree.version, len(ids))
+    if sequence.peeked_at != now:
+        sequence.peeked_at = now
+        sequence.peeked = tree.peek(sequence.request.namespace, ids.tobytes(), len(ids) - 1)[0]
+    return sequence.peeked

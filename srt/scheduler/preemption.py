@@ -6,12 +6,19 @@ from sapwood.srt.scheduler.ends import release
 from sapwood.srt.scheduler.state import State
 
 
-def retract_youngest(state: State) -> bool:
-    """Retract the youngest row, but never the oldest, so that there is always progress. False if alone."""
+def retract_one(state: State) -> bool:
+    """Retract the youngest row, but not the oldest, so that there is always progress; False if there is none.
+
+    A row that is left alone fits in the pool, unless it holds tokens twice: those that others put into the
+    tree while it computed them. It is retracted too, and takes the tree's when it is resumed.
+    """
     rows = state.rows
-    if rows.num_active < 2:
+    if not rows.num_active:
         return False
-    retract(state, rows.youngest())
+    row = rows.youngest()
+    if rows.num_active == 1 and rows.private[row] + rows.node[row].depth == rows.planned[row]:
+        return False
+    retract(state, row)
     return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,6 @@ class Request:
     live: int
     admitted: bool = False
     forked: bool = False
-    choices: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +41,8 @@ class Sequence:
 
     It is waiting (`row` is -1: `ids` holds all its tokens) or running (its tokens are in the columns of
     `row`). `resumed` marks one that has run before, or was forked: it goes ahead of new requests. While
-    `pending` is not 0 a step that samples for it is in flight though it has no row: it was retracted.
+    `pending` is not 0 a step that works for it is in flight though it has no row: it was retracted.
+    `peeked` tokens of it were in the tree at `peeked_at` (the tree's version, its own length).
     """
 
     request: Request
@@ -51,6 +51,8 @@ class Sequence:
     row: int = -1
     resumed: bool = False
     pending: int = 0
+    peeked: int = 0
+    peeked_at: tuple[int, int] = (-1, 0)
 
     @property
     def key(self) -> int:

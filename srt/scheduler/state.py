@@ -63,7 +63,6 @@ class State:
 
     config: Config
     eos_ids: npt.NDArray[np.int32]
-    vocab_size: int
     context_length: int
     pool: SlotPool
     tree: RadixTree

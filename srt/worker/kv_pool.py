@@ -15,11 +15,9 @@ CONTEXTS_BY_DEFAULT = 4
 
 
 class KvPool:
-    """`k[layer]` and `v[layer]` are [num_slots, num_kv_heads, head_dim] of `dtype`, zeroed lazily by the OS."""
+    """`k[layer]` and `v[layer]`: [num_slots, num_kv_heads, head_dim] of `dtype`, zeroed lazily by the OS."""
 
-    def __init__(
-        self, num_slots: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, num_slots: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         shape = (num_slots, kv_heads, head_dim)
         self.num_slots = num_slots
         self.k = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]

@@ -29,7 +29,7 @@ def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, di
         isa = native.load(config.cpu_isa, threads)
     except RuntimeError as e:
         raise ConfigError(str(e), param="cpu_isa") from None
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     spec = spec_of(source.config)
     dtype = DTYPES["float32" if config.dtype == "auto" else config.dtype]
@@ -47,7 +47,7 @@ def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, di
     backend = "cpu" if config.attention_backend == "auto" else config.attention_backend
     attention = CpuAttention(spec, pool, torch.from_numpy(tokens.slot_table), backend)
     facts = {
-        "weights": f"{dtype} on cpu".replace("torch.", ""),
+        "weights": f"{dtype} on cpu, {decoder.nbytes / 2**20:.0f} MiB".replace("torch.", ""),
         "kernels": f"{isa}, {threads} threads ({'as asked' if config.num_threads else 'usable cores'})",
         "kv pool": f"{num_slots} slots of {each} bytes ({kv_dtype}), {why}".replace("torch.", ""),
         "attention": backend,
@@ -61,7 +61,7 @@ def main(boot: Boot, lifeline: Lifeline) -> None:
     inbox = Inbox(boot.directory, "worker", boot.index)
     scheduler = Outbox(boot.directory, "scheduler")
     runner, pool, facts = make_runner(boot.config, boot.source)
-    scheduler.send(WorkerReady(pool.num_slots, facts))
+    scheduler.send(WorkerReady(pool.num_slots))
     lifeline.ready(facts)
     logger.debug("ready")
     while True:

@@ -20,7 +20,7 @@ Int32s = npt.NDArray[np.int32]
 
 
 class Runner:
-    """One model, one pool. Steps must come in order; whole steps run as numpy and kernels, no loop per row."""
+    """One model, one pool. Steps must come in order; a plain decode runs no loop over its rows."""
 
     def __init__(
         self, decoder: Decoder, kv_pool: KvPool, token_pool: TokenPool, attention: CpuAttention

@@ -1,4 +1,4 @@
-"""What the worker keeps per row between steps: slots by position, the last sampled token, and how to sample."""
+"""What the worker keeps of each row between steps: its slots, its last sampled token, how to sample."""
 
 from __future__ import annotations
 

@@ -296,6 +296,8 @@ def test_sampling_fields_reach_the_scheduler(server: Harness, http: httpx.Client
     [
         ({"n": 0}, "n"),
         ({"n": -1}, "n"),
+        ({"n": 10**400}, "n"),  # more than a float can hold
+        ({"max_tokens": 10**400}, "max_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -303,11 +305,15 @@ def test_sampling_fields_reach_the_scheduler(server: Harness, http: httpx.Client
         ({"top_k": 1.5}, "top_k"),
         ({"top_k": 10**30}, "top_k"),
         ({"seed": 2**63}, "seed"),
+        ({"seed": -(10**400)}, "seed"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty"),  # logits divided by it would be infinite
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": 5}, "stop"),
         ({"logit_bias": {"1000": 1}}, "logit_bias"),
         ({"logit_bias": {"1" + "0" * 30: 1}}, "logit_bias"),
+        ({"logit_bias": {"1" + "0" * 400: 1}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"stop_token_ids": [1000]}, "stop_token_ids"),

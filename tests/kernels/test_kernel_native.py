@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -54,3 +55,36 @@ def test_other_python_threads_run_while_a_kernel_works() -> None:
         time.sleep(0.001)
     native.load()
     assert len(ticks) > 5
+
+
+def test_threads_sleep_when_there_is_nothing_to_do() -> None:
+    native.load("auto", 4)
+    try:
+        weight = pack(torch.randn(512, 512), torch.float32)
+        x, out = torch.randn(64, 512), torch.empty(64, 512)
+        linear(x, weight, out)
+        time.sleep(0.2)
+        begin = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - begin < 0.05
+    finally:
+        native.load()
+
+
+def test_kernels_may_be_called_from_two_threads_at_once() -> None:
+    native.load("auto", 3)
+    try:
+        weight = pack(torch.randn(512, 256), torch.float32)
+        x = torch.randn(40, 256)
+        want = torch.empty(40, 512)
+        linear(x, weight, want)
+
+        def again(_: int) -> bool:
+            out = torch.empty(40, 512)
+            linear(x, weight, out)
+            return torch.equal(out, want)
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(again, range(400)))
+    finally:
+        native.load()

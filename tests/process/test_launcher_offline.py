@@ -154,16 +154,10 @@ def test_a_folder_too_deep_for_sockets_is_told(
     assert not list(deep.iterdir())
 
 
-def test_only_the_worker_computes_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    chosen = config.make(num_threads=3)
-    assert child.environment("worker", chosen)["OMP_NUM_THREADS"] == "3"
-    for role in ("server", "tokenizer", "scheduler"):
-        assert child.environment(role, chosen)["OMP_NUM_THREADS"] == "1"
-    assert child.environment("worker", chosen)["GOMP_SPINCOUNT"] == "1000"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert "GOMP_SPINCOUNT" not in child.environment("worker", chosen)
+def test_no_library_of_a_child_starts_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    env = child.environment()
+    assert {env[n] for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"1"}
 
 
 class TestWire:

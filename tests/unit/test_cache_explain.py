@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import get_args, get_type_hints
+from typing import get_type_hints
 
-import pytest
-
-from sapwood.srt.cache.explain import Stopped, describe
+from sapwood.srt.cache.explain import Stopped
 from sapwood.srt.cache.radix import RadixTree
 from sapwood.srt.cache.slots import SlotPool
 from sapwood.srt.messages import Verdict, pack
@@ -139,16 +137,6 @@ def test_a_flush_forgets_what_was_evicted_there() -> None:
     assert cache.look_up(1, 2) == (0, "evicted")
     cache.tree.flush()
     assert cache.look_up(1, 2) == (0, "cold")
-
-
-@pytest.mark.parametrize("stopped", get_args(Stopped))
-@pytest.mark.parametrize("matched", [0, 1, 12])
-def test_every_verdict_has_a_sentence(stopped: Stopped, matched: int) -> None:
-    sentence = describe(Verdict(matched, stopped))
-    assert sentence.endswith(".")
-    assert "{" not in sentence
-    if matched > 1 and stopped not in ("cold", "disabled"):
-        assert "12 tokens" in sentence
 
 
 def test_reasons_are_those_that_messages_carry() -> None:

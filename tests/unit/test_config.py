@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import typing
+from pathlib import Path
 
 import msgspec
 import pytest
 
+import sapwood
 from sapwood.srt import config
 from sapwood.srt.config import Config
 from sapwood.srt.errors import ConfigError
@@ -144,9 +146,11 @@ def test_a_configuration_travels_between_processes() -> None:
 
 
 def test_the_docs_have_a_row_for_each_field() -> None:
-    rows = config.help_rows()
-    assert [row[0] for row in rows] == [config.option(name) for name, _, _ in FIELDS]
-    assert ("--port", "SAPWOOD_PORT", "30000", "port to listen on") in rows
+    made = config.markdown()
+    assert all(f"| `{config.option(name)}`" in made for name, _, _ in FIELDS)
+    assert "| `--port` | `30000` | port to listen on |" in made
+    page = Path(sapwood.__file__).resolve().parent.parent / "docs" / "configuration.md"
+    assert page.read_text() == made, "run: python -m sapwood.srt.config > docs/configuration.md"
 
 
 def test_a_choice_is_offered_by_its_flag() -> None:

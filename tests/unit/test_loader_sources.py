@@ -109,6 +109,7 @@ def test_every_eos_counts(
         ({"top_k": 50.0}, {"top_k": 50}),
         ({"temperature": "hot", "top_p": 1.5, "top_k": 1.5, "min_p": None, "repetition_penalty": 0}, {}),
         ({"temperature": True, "top_p": 0, "top_k": -2}, {}),
+        ({"temperature": 10**400, "top_k": 10**400, "repetition_penalty": 1e-320}, {}),
         ({"max_new_tokens": 7, "_from_model_config": True}, {}),
         (None, {}),
     ],

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from sapwood.srt import messages
+from sapwood.srt.cache.explain import Stopped
 from sapwood.srt.messages import Cancel, Submit
 from sapwood.srt.params import SamplingParams
-from tests.simulation import EOS, VOCAB, World, random_prompt
+from sapwood.srt.scheduler import policy
+from tests.simulation import EOS, VOCAB, World, expected, random_prompt
 
 LONG = {"ignore_eos": True, "max_tokens": 30}
 
@@ -100,6 +102,24 @@ def test_retraction_keeps_answers(overlap: bool, chunk: int) -> None:
     for key in keys:
         world.expect(key)
     assert world.state.counters.retracted > 0
+    world.idle()
+
+
+def test_a_lone_row_that_holds_tokens_twice_still_has_the_whole_pool() -> None:
+    """The next turn of a chat comes while the last one is generated: both compute the same tokens."""
+    world = World(num_slots=100, context=100, chunked_prefill_size=4)
+    prompt, params = [7] * 30, SamplingParams(max_tokens=21, ignore_eos=True, seed=5)
+    answer = expected(prompt, params, 5, 0, 70)
+    first = world.submit(prompt, max_tokens=21, ignore_eos=True)
+    while len(world.clients[first].output.get(0, [])) < 12:
+        world.turn()
+    second = world.submit([*prompt, *answer[:20], *([9] * 10)], max_tokens=None, ignore_eos=True)
+    world.run()
+    world.expect(first)
+    world.expect(second)
+    assert world.clients[second].done[0].n == 40
+    # Not for want of slots, of which there are enough for one: to give back those it held twice.
+    assert world.state.counters.retracted == 1
     world.idle()
 
 
@@ -288,6 +308,30 @@ def test_longest_cached_prefix_goes_first() -> None:
     world.run()
 
 
+def test_a_queue_is_looked_up_again_only_when_the_tree_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(num_slots=512, max_running_requests=1)
+    running = world.submit([2] * 10, max_tokens=40, ignore_eos=True)
+    world.turn()
+    tree, looked_up = world.state.tree, 0
+    peek = tree.peek
+
+    def count(namespace: str, ids: bytes, limit: int) -> tuple[int, Stopped]:
+        nonlocal looked_up
+        looked_up += 1
+        return peek(namespace, ids, limit)
+
+    monkeypatch.setattr(tree, "peek", count)
+    waiting = [world.submit([*([2] * 9), 10 + i], max_tokens=1) for i in range(5)]
+    for _ in range(4):
+        assert [s.key for s in policy.order(world.state)] == waiting
+        world.turn()
+    assert looked_up == 5
+    world.cancel(running)
+    policy.order(world.state)
+    assert looked_up == 10
+    world.run()
+
+
 def test_ageing_bounds_how_far_a_cold_request_is_overtaken() -> None:
     world = World(num_slots=4096, context=400, max_running_requests=1, chunked_prefill_size=16)
     hot = [8] * 100
@@ -377,6 +421,11 @@ def test_random_traffic(seed: int) -> None:
     for _ in range(150):
         if rng.random() < 0.35 and len(world.clients) < 40:
             prompt = random_prompt(rng, families, 45)
+            if live and rng.random() < 0.3:
+                # The next turn of a chat, asked while the last one may still be running.
+                before = world.clients[rng.choice(live)]
+                turns = [*messages.unpack(before.submit.ids).tolist(), *before.output.get(0, [])]
+                prompt = [*turns, *prompt[-4:]][:45]
             live.append(
                 world.submit(
                     prompt,

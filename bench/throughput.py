@@ -1,6 +1,6 @@
 """Throughput of concurrent requests over HTTP, beside Hugging Face `generate` on the same batch.
 
-    python -m bench.http [--requests 32] [--input 128] [--output 64] [--repeats 3] [--json FILE] [MODEL]
+    python -m bench.throughput [--requests 32] [--input 128] [--output 64] [--repeats 3] [--json FILE] [MODEL]
 
 Starts `sapwood serve`, then alternates: all requests at once, streamed, through the OpenAI route; and one
 `generate` call of transformers in float32 with the same prompts. Ratios are pair by pair; above 1 Sapwood is
