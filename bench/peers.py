@@ -38,15 +38,13 @@ def transformers_model(source: ModelSource) -> Any:
     return model.eval()
 
 
-def chat_ids(source: ModelSource, message: str) -> list[int]:
-    """The prompt of a user's message, rendered and encoded by transformers."""
+def chat_ids(source: ModelSource, messages: list[dict[str, str]]) -> list[int]:
+    """The prompt of a chat, rendered and encoded by transformers."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=source.tokenizer_file, chat_template=source.chat_template, **source.template_vars
     )
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
-    )
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

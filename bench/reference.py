@@ -60,7 +60,7 @@ def main() -> int:
     source = resolve(make(model_path=args.model))
     with Engine(model_path=args.model, log_level="warning") as engine:
         params = {"temperature": 0.0, "max_new_tokens": args.max_tokens}
-        batch = [chat_ids(source, question) for question in asked]
+        batch = [chat_ids(source, [{"role": "user", "content": question}]) for question in asked]
         answers = engine.generate(input_ids=batch, sampling_params=params, progress=False)
     model = transformers_model(source)
     rows = []
