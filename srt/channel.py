@@ -15,6 +15,7 @@ HIGH_WATER = 10_000
 
 
 def address(directory: str, role: str, index: int = 0) -> str:
+    """Where the inbox of a process is."""
     return f"ipc://{Path(directory) / f'{role}-{index}'}"
 
 

@@ -145,6 +145,7 @@ def fields() -> list[tuple[str, Any, Flag]]:
 
 
 def option(name: str) -> str:
+    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 

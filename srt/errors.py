@@ -51,6 +51,8 @@ class ContextTooLong(BadRequest):
 
 
 class ModelNotFound(SapwoodError):
+    """The request names a model that is not served; the message lists what there is."""
+
     status = 404
     type = "invalid_request_error"
     default_code = "model_not_found"
@@ -65,12 +67,16 @@ class Conflict(SapwoodError):
 
 
 class TooLarge(SapwoodError):
+    """The body has more bytes than `--max-body-bytes`."""
+
     status = 413
     type = "invalid_request_error"
     default_code = "request_too_large"
 
 
 class UnsupportedMediaType(SapwoodError):
+    """The body is not declared as JSON."""
+
     status = 415
     type = "invalid_request_error"
     default_code = "unsupported_media_type"

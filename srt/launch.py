@@ -79,6 +79,7 @@ class Launcher:
         """Make the folder of the sockets, `directory`, which `close` removes. `start` does it if need be."""
         self.directory = tempfile.mkdtemp(prefix="sapwood-")
         if len(os.fsencode(self.directory)) + len("/tokenizer-63") > MAX_SOCKET_PATH:
+            os.rmdir(self.directory)
             raise ConfigError(
                 f"the folder for temporary files is too deep for sockets (at most {MAX_SOCKET_PATH} bytes): "
                 f"{self.directory}; set TMPDIR to a shorter one"

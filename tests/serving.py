@@ -43,7 +43,7 @@ class Server:
         return result
 
     def state(self) -> dict[str, Any]:
-        """The scheduler's counters, after its pool invariant was checked."""
+        """The scheduler's counters."""
         state: dict[str, Any] = httpx.get(self.url + "/server_info", timeout=20).json()["state"]
         return state
 

@@ -33,6 +33,7 @@ class Lru:
         yield from (node for _, _, node in self._heap)
 
     def push(self, node: Node) -> None:
+        """Queue a node that may have become evictable."""
         if not node.queued:
             node.queued = True
             self._fresh.append(node)

@@ -22,6 +22,7 @@ class Ghosts:
         return len(self._edges)
 
     def add(self, namespace: str, crc: int, token: int) -> None:
+        """Remember that the edge which begins with `token` was evicted; the oldest gives way."""
         edge = (namespace, crc, token)
         if edge in self._edges:
             self._edges.move_to_end(edge)
@@ -31,6 +32,7 @@ class Ghosts:
             self._edges.popitem(last=False)
 
     def has(self, namespace: str, crc: int, token: int) -> bool:
+        """Whether the edge was evicted, as far as is known."""
         return (namespace, crc, token) in self._edges
 
     def clear(self, namespace: str | None) -> None:

@@ -56,6 +56,7 @@ class Node:
 
     @classmethod
     def root(cls, namespace: str) -> Node:
+        """The empty start of a namespace's paths."""
         return cls(namespace, None, b"", _NO_SLOTS)
 
     @property

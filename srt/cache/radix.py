@@ -70,6 +70,7 @@ class RadixTree:
 
     @property
     def namespaces(self) -> list[str]:
+        """Those that hold something."""
         return list(self._roots)
 
     def peek(self, namespace: str, ids: bytes, limit: int) -> tuple[int, Stopped]:

@@ -47,7 +47,7 @@ def admit(state: State, budget: int) -> list[Admission]:
         admitted.append(admission)
         work = min(budget, len(sequence.ids) - len(admission.prefix))
         budget -= work
-        state.prefill_work += work
+        policy.note_admission(state, work)
     return admitted
 
 

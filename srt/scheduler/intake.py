@@ -43,7 +43,7 @@ def submit(state: State, message: Submit) -> None:
         max_tokens=max_tokens,
         arrived=message.arrived,
         order=state.orders,
-        work_at_arrival=state.prefill_work,
+        work_at_arrival=state.work_admitted,
         live=params.n,
         forked=params.n == 1,
     )

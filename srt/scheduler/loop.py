@@ -86,6 +86,7 @@ class Posts:
         self._waiting: list[deque[list[Any]]] = [deque() for _ in outboxes]
 
     def send(self, tokenizer: int, batch: list[Any]) -> None:
+        """Send a frame, after those that wait. Raises Overloaded if too many do."""
         self._waiting[tokenizer].append(batch)
         self.flush()
 
@@ -107,6 +108,7 @@ class Reporter:
         self._when = 0.0
 
     def due(self, state: State) -> Stats | None:
+        """The stats, if they are to be sent now."""
         now = time.monotonic()
         if now - self._when < STATS_SECONDS:
             return None
@@ -117,6 +119,7 @@ class Reporter:
         return stats
 
     def stale(self, state: State) -> bool:
+        """Whether there will be something to send."""
         return state.stats() != self._last
 
 

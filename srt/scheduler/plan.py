@@ -132,19 +132,16 @@ def _emit(
     spans = list(zip(draft.rows, draft.starts, draft.counts, strict=True))
     ids = [np.full(num_decodes, -1, dtype=np.int32), *(rows.ids[r, s : s + c] for r, s, c in spans)]
     slots = [decode_slots, *(rows.slots[r, s : s + c] for r, s, c in spans)]
-    extends = np.zeros(len(step_rows), dtype=np.bool_)
-    extends[num_decodes:] = True
-    prompt_tokens = sum(draft.counts)
     state.in_flight.append(
         Sent(
             number=number,
             rows=step_rows,
             keys=rows.key[step_rows],
             ends=starts + counts,
-            extends=extends,
+            extends=np.arange(len(step_rows)) >= num_decodes,
             samples=samples,
-            prompt_tokens=prompt_tokens,
-            tokens=prompt_tokens + num_decodes,
+            prompt_tokens=sum(draft.counts),
+            tokens=sum(draft.counts) + num_decodes,
         )
     )
     released, rows.released = rows.released, []

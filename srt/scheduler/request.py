@@ -56,6 +56,7 @@ class Sequence:
 
     @property
     def key(self) -> int:
+        """Its number in messages."""
         return self.request.key + self.choice
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from sapwood.srt import messages
 from sapwood.srt.errors import ErrorInfo
 from sapwood.srt.messages import StepResult, TokenLogprob, Tokens
-from sapwood.srt.scheduler.ends import finish, keep_in_tree, unreserve
+from sapwood.srt.scheduler.ends import Reason, finish, keep_in_tree, unreserve
 from sapwood.srt.scheduler.request import Sequence
 from sapwood.srt.scheduler.state import Sent, State
 
@@ -27,6 +28,15 @@ class _Emitted:
     places: list[npt.NDArray[np.intp]] = field(default_factory=list)
 
 
+class _End(NamedTuple):
+    """A choice that ends with its output token `n`; `matched` is the EOS or stop id, if one ended it."""
+
+    sequence: Sequence
+    n: int
+    reason: Reason
+    matched: int | None
+
+
 def apply(state: State, result: StepResult) -> None:
     """Take in the result of the oldest step in flight, read against what was sent.
 
@@ -41,7 +51,7 @@ def apply(state: State, result: StepResult) -> None:
     _count(state, sent, result)
     here = state.rows.key[sent.rows] == sent.keys
     emitted = _Emitted()
-    ended: list[tuple[Sequence, int, str, int | None]] = []
+    ended: list[_End] = []
     if failed:
         here &= ~np.isin(sent.rows, list(failed))
     _advance(state, sent, here)
@@ -53,8 +63,8 @@ def apply(state: State, result: StepResult) -> None:
     for i in np.flatnonzero(~here & (sent.samples <= 1)):
         ended += _late(state, sent, int(i), tokens, int(first[i]), failed, emitted)
     _send(state, emitted, result.logprobs)
-    for sequence, n, reason, matched in ended:
-        finish(state, sequence, n, "stop" if reason == "stop" else "length", matched)
+    for end in ended:
+        finish(state, *end)
     for row, error in failed.items():
         place = int(np.flatnonzero(sent.rows == row)[0])
         failing = state.sequences.get(int(sent.keys[place]))
@@ -94,7 +104,7 @@ def _append(
     tokens: npt.NDArray[np.int32],
     first: npt.NDArray[np.int32],
     emitted: _Emitted,
-) -> list[tuple[Sequence, int, str, int | None]]:
+) -> list[_End]:
     """One token more for each row in `plain`; returns the choices that end with it."""
     rows = state.rows
     places = np.flatnonzero(plain)
@@ -114,12 +124,14 @@ def _append(
         sequence = rows.sequence[at[i]]
         assert sequence is not None
         stopped[i] |= int(new[i]) in sequence.request.params.stop_token_ids
-    ended = []
+    ended: list[_End] = []
     for i in np.flatnonzero(stopped | (rows.length[at] >= rows.limit[at])):
         sequence = rows.sequence[at[i]]
         assert sequence is not None
-        reason, matched = ("stop", int(new[i])) if stopped[i] else ("length", None)
-        ended.append((sequence, output_count(state, sequence), reason, matched))
+        n = output_count(state, sequence)
+        ended.append(
+            _End(sequence, n, "stop", int(new[i])) if stopped[i] else _End(sequence, n, "length", None)
+        )
     return ended
 
 
@@ -131,7 +143,7 @@ def _late(
     first: int,
     failed: dict[int, ErrorInfo],
     emitted: _Emitted,
-) -> list[tuple[Sequence, int, str, int | None]]:
+) -> list[_End]:
     """A row that is no longer what it was: a surplus, or a retracted sequence whose token arrives."""
     sequence = state.sequences.get(int(sent.keys[i]))
     if int(sent.rows[i]) in failed:
@@ -147,7 +159,7 @@ def _late(
 
 def _fork(
     state: State, sent: Sent, i: int, tokens: npt.NDArray[np.int32], first: int, emitted: _Emitted
-) -> list[tuple[Sequence, int, str, int | None]]:
+) -> list[_End]:
     """The prompt's last logits gave one token for each choice: choices 1 to n - 1 begin to wait for a row.
 
     They go first in the queue and find their whole prompt in the tree.
@@ -159,7 +171,7 @@ def _fork(
     request.forked = True
     unreserve(state, request)
     source.pending = 0
-    ended = []
+    ended: list[_End] = []
     for choice in range(request.params.n):
         if choice == 0:
             sequence = source
@@ -172,7 +184,7 @@ def _fork(
 
 def _take(
     state: State, sequence: Sequence, tokens: npt.NDArray[np.int32], place: int, emitted: _Emitted
-) -> list[tuple[Sequence, int, str, int | None]]:
+) -> list[_End]:
     """One token more for one choice, in a row or not; returns it if it ends."""
     rows, request, token = state.rows, sequence.request, int(tokens[place])
     if sequence.row >= 0:
@@ -189,8 +201,8 @@ def _take(
     n = output_count(state, sequence)
     params = request.params
     if (token in state.eos_ids and not params.ignore_eos) or token in params.stop_token_ids:
-        return [(sequence, n, "stop", token)]
-    return [(sequence, n, "length", None)] if n >= request.max_tokens else []
+        return [_End(sequence, n, "stop", token)]
+    return [_End(sequence, n, "length", None)] if n >= request.max_tokens else []
 
 
 def _send(state: State, emitted: _Emitted, logprobs: dict[int, TokenLogprob]) -> None:

@@ -56,10 +56,12 @@ class Rows:
 
     @property
     def num_free(self) -> int:
+        """Rows without a sequence."""
         return len(self._free)
 
     @property
     def num_active(self) -> int:
+        """Rows with a sequence."""
         return self.capacity - len(self._free)
 
     def seat(self, sequence: Sequence, prefix: npt.NDArray[np.int32], node: Any) -> int:
@@ -109,10 +111,12 @@ class Rows:
         return np.flatnonzero(self.active & (self.done < self.prompt_end))
 
     def youngest(self) -> int:
+        """The active row that was seated last; there must be one."""
         rows = np.flatnonzero(self.active)
         return int(rows[np.argmax(self.order[rows])])
 
     def oldest(self) -> int:
+        """The active row that was seated first; there must be one."""
         rows = np.flatnonzero(self.active)
         return int(rows[np.argmin(self.order[rows])])
 

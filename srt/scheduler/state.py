@@ -78,7 +78,8 @@ class State:
     counters: Counters = field(default_factory=Counters)
     orders: int = 0
     reserved_rows: int = 0
-    prefill_work: int = 0
+    work_admitted: int = 0
+    """What waiting requests age by: prompt tokens admitted to be computed (see policy.py)."""
 
     @property
     def budget(self) -> int:
@@ -103,6 +104,7 @@ class State:
         self.outgoing.setdefault(tokenizer, []).append(message)
 
     def stats(self) -> Stats:
+        """Gauges and counters of now."""
         c = self.counters
         return Stats(
             running=self.rows.num_active,

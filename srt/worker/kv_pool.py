@@ -25,6 +25,7 @@ class KvPool:
 
 
 def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of K and V of one token in every layer."""
     return 2 * layers * kv_heads * head_dim * dtype.itemsize
 
 

@@ -56,10 +56,12 @@ class TokenPool:
         self._eos_ids = eos_ids
 
     def release(self, rows: npt.NDArray[np.int32]) -> None:
+        """Forget what is kept of rows that have been given up."""
         for row in rows:
             self.special.pop(int(row), None)
 
     def admit(self, start: RowStart) -> None:
+        """Begin a row: its cached slots, its sampling parameters, its counts."""
         row, params = start.row, start.params
         prefix = messages.unpack(start.prefix)
         self.slot_table[row, : len(prefix)] = prefix

@@ -73,14 +73,21 @@ def test_p01_the_pool_comes_back_after_every_round(tight: Server) -> None:
 
 
 def test_p02_retracted_requests_answer_as_if_alone(tight: Server) -> None:
+    params = {"temperature": 1, "seed": 2, "max_new_tokens": 200, "ignore_eos": True}
+
+    def answer(prompt: list[int]) -> tuple[list[int], Any]:
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        got = tight.post("/generate", body).json()
+        return got["output_ids"], got["meta_info"]["output_token_logprobs"]
+
     prompts = [ids(20, 100 + i) for i in range(8)]
-    alone = [tight.generate(p, max_new_tokens=200)["output_ids"] for p in prompts]
+    alone = [answer(prompt) for prompt in prompts]
     before = settled(tight)["retracted"]
     tight.post("/flush_cache", {})
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda p: tight.generate(p, max_new_tokens=200)["output_ids"], prompts))
+        together = list(pool.map(answer, prompts))
     assert together == alone
-    assert all(len(answer) == 200 for answer in together)
+    assert all(len(output) == len(logprobs) == 200 for output, logprobs in together)
     assert settled(tight)["retracted"] > before
 
 

@@ -276,6 +276,8 @@ def test_the_cache_can_be_looked_at_and_flushed(engine: Engine) -> None:
     assert engine.generate(PROMPT, GREEDY, cache_salt="other")["meta_info"]["cached_tokens"] == 0
     engine.flush_cache()
     assert engine.generate(PROMPT, GREEDY)["meta_info"]["cached_tokens"] == 0
+    # Raises if the pool invariant does not hold in the live scheduler.
+    assert engine._runtime.run(engine._runtime.service.client.ask("check"))["slots_private"] == 0
     info = engine.server_info()
     assert info["config"]["max_running_requests"] == 8
     assert info["max_request_tokens"] == 512

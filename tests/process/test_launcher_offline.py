@@ -150,7 +150,6 @@ def test_a_folder_too_deep_for_sockets_is_told(
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     with pytest.raises(ConfigError, match="TMPDIR"):
         launcher.start()
-    launcher.close()
     assert not list(deep.iterdir())
 
 

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "client": LEAVES | {"channel"},
     "cache": LEAVES,
     "models": {"kernels", "errors"},
-    "loader": {"models", "kernels", "errors", "config"},
+    "loader": {"models", "kernels", "errors", "params", "config"},
     "tokenizer": WIRED,
     "server": WIRED | {"client", "metrics", "sapwood"},
     "scheduler": WIRED | {"cache"},

@@ -76,7 +76,7 @@ def test_a_wheel_holds_every_file(tree: Path, tmp_path: Path) -> None:
     assert {n for n in names if n.endswith(".py")} == expected_files()
     assert "sapwood/py.typed" in names
     assert {n for n in names if n.startswith("sapwood/kernels/csrc/")} == {
-        f"sapwood/{path.relative_to(ROOT)}" for path in (ROOT / "kernels" / "csrc").iterdir()
+        f"sapwood/{path.relative_to(ROOT)}" for path in (ROOT / "kernels" / "csrc").glob("[!.]*")
     }
     assert any(n.endswith("LICENSE") for n in names)
     assert f"Version: {sapwood.__version__}\n" in metadata
@@ -99,7 +99,7 @@ from sapwood.srt import child, config
 from sapwood.srt.launch import Launcher
 from launch_driver import SOURCE
 print(sapwood_root := pathlib.Path(child.__file__).resolve().parent.parent)
-print(child.environment("scheduler", config.make()).get("PYTHONPATH"))
+print(child.environment().get("PYTHONPATH"))
 roles = dict.fromkeys(("tokenizer", "scheduler", "worker"), "role_idle")
 with Launcher(config.make(), SOURCE, roles) as launcher:
     print(sorted(launcher.start().facts))

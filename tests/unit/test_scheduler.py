@@ -350,6 +350,24 @@ def test_ageing_bounds_how_far_a_cold_request_is_overtaken() -> None:
     assert overtaken > 8
 
 
+def test_requests_that_are_wholly_cached_cannot_starve_a_cold_one() -> None:
+    world = World(num_slots=4096, context=400, max_running_requests=1, chunked_prefill_size=256)
+    hot = [8] * 100
+    world.submit(hot, max_tokens=1)
+    world.run()
+    world.submit([2] * 4, max_tokens=2, ignore_eos=True)
+    world.turn()
+    cold = world.submit([4] * 10, max_tokens=1)
+    others: list[int] = []
+    while world.clients[cold].admitted is None:
+        while len(world.state.waiting) < 4:
+            others.append(world.submit(hot, max_tokens=1))
+        world.turn(check=False)
+        assert len(others) < 300
+    overtook = [key for key in others if world.clients[key].admitted is not None]
+    assert 10 < len(overtook) <= policy.AGE_REQUESTS
+
+
 def test_a_full_queue_refuses() -> None:
     world = World(max_queued_requests=3)
     keys = [world.submit([i + 2] * 4) for i in range(5)]

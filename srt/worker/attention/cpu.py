@@ -23,6 +23,7 @@ class CpuAttention:
         self._kernel = attention.attend if backend == "cpu" else attention.attend_reference
 
     def __call__(self, layer: int, qkv: torch.Tensor, batch: Batch, out: torch.Tensor) -> None:
+        """What `models.decoder.Attend` asks for."""
         spec = self._spec
         self._kernel(
             qkv,
