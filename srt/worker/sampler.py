@@ -115,7 +115,9 @@ class Sampler:
         result = {}
         for k, place in enumerate(wanted.tolist()):
             n = int(tops[k])
-            top = list(zip(top_ids[k, :n].tolist(), top_values[k, :n].tolist(), strict=True))
+            pairs = zip(top_ids[k, :n].tolist(), top_values[k, :n].tolist(), strict=True)
+            # A vocabulary smaller than n leaves places empty: id -1.
+            top = [(token, value) for token, value in pairs if token >= 0]
             result[place] = TokenLogprob(int(ids[place]), float(values[k]), top)
         return result
 
@@ -139,7 +141,14 @@ def _change(logits: torch.Tensor, special: Special, position: int) -> None:
 
 
 def _failures(owner: Int32s, errors: Int32s) -> list[RowError]:
+    if not errors.any():
+        return []
+    said = {
+        sampling.NOT_FINITE: "the model's logits are not numbers",
+        sampling.NOTHING_LEFT: "no token may be sampled: every one is held back by logit_bias or min_tokens",
+    }
+    worst = {int(row): int(error) for row, error in zip(owner, errors, strict=True) if error}
     return [
-        RowError(int(row), ErrorInfo(500, "server_error", "bad_logits", "the model's logits are not numbers"))
-        for row in np.unique(owner[errors != 0])
+        RowError(row, ErrorInfo(500, "server_error", "nothing_to_sample", said[error]))
+        for row, error in worst.items()
     ]
