@@ -8,7 +8,7 @@ from typing import Literal
 
 from sapwood.srt.client import Client, Prompt, Stream
 from sapwood.srt.config import Config, ModelSource
-from sapwood.srt.errors import BadRequest, ModelNotFound, Unavailable
+from sapwood.srt.errors import BadRequest, ModelNotFound, Overloaded, Unavailable
 from sapwood.srt.messages import IdsPrompt, TextPrompt, pack
 from sapwood.srt.params import SamplingParams
 
@@ -67,6 +67,14 @@ class Service:
             raise BadRequest(
                 f"one request may have at most {MAX_CHOICES} choices (prompts times n), got {choices}",
                 param="n",
+            )
+        # Counted here too: what has not reached the scheduler yet must not pile up without bound.
+        room = limit + self.config.max_running_requests - self.client.live
+        if len(items) > room:
+            raise Overloaded(
+                f"{self.client.live} requests are running or waiting; at most"
+                f" {self.config.max_running_requests} run (--max-running-requests) and {limit} wait"
+                " (--max-queued-requests)"
             )
         for prompt, _params in items:
             if self.config.skip_tokenizer_init and not isinstance(prompt, IdsPrompt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -224,6 +225,22 @@ def test_too_many_prompts(new_server: Any) -> None:
         message = refused(http, prompt=["x"] * 5)["message"]
     assert "4" in message
     assert "5" in message
+
+
+def test_more_requests_than_may_run_and_wait(new_server: Any) -> None:
+    from sapwood.srt.config import make
+
+    harness = new_server(make(max_queued_requests=2, max_running_requests=1))
+    harness.tokenizer.script = lambda g: [started(g)]
+    with client(harness) as http, ThreadPoolExecutor(3) as pool:
+        held = [pool.submit(post, http, prompt="x", rid=f"r{i}") for i in range(3)]
+        harness.until(lambda: harness.service.client.live == 3)
+        full = post(http, prompt="x")
+        assert full.status_code == 503
+        assert "--max-queued-requests" in full.json()["error"]["message"]
+        for g in harness.tokenizer.wait_for(Generate, 3):
+            harness.tokenizer.say(*answer(g)[1:])
+        assert {one.result().status_code for one in held} == {200}
 
 
 def test_too_many_choices(server: Harness, http: httpx.Client) -> None:
