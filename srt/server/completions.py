@@ -51,6 +51,7 @@ def answer(service: Service, body: CompletionRequest) -> Reply:
         defaults=service.source.sampling_defaults,
         vocab_size=service.source.vocab_size,
     )
+    service.require_few(body.prompt)
     prompts = service.prompts(body.prompt, "prompt")
     echoes = [""] * len(prompts)
     if body.echo:

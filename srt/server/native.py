@@ -27,6 +27,7 @@ def routes(service: Service) -> APIRouter:
 
 def answer(service: Service, body: GenerateRequest) -> Reply:
     """Check the request, start its prompts, and return what sends the answer."""
+    service.require_few(body.input_ids if body.text is None else body.text)
     prompts = generation.prompts(service, body)
     params = generation.sampling_params(body, len(prompts), service.source.vocab_size)
     streams, shape = generation.start(service, body, prompts, params)

@@ -59,9 +59,7 @@ class Service:
     ) -> list[Stream]:
         """Start the requests of one body. Raises BadRequest, Conflict, Overloaded, Unavailable."""
         self.require_ready()
-        limit = self.config.max_queued_requests
-        if not 1 <= len(items) <= limit:
-            raise BadRequest(f"one request may hold from 1 to {limit} prompts, got {len(items)}")
+        self._require_count(len(items))
         choices = sum(params.n for _prompt, params in items)
         if choices > MAX_CHOICES:
             raise BadRequest(
@@ -69,6 +67,7 @@ class Service:
                 param="n",
             )
         # Counted here too: what has not reached the scheduler yet must not pile up without bound.
+        limit = self.config.max_queued_requests
         room = limit + self.config.max_running_requests - self.client.live
         if len(items) > room:
             raise Overloaded(
@@ -80,6 +79,19 @@ class Service:
             if self.config.skip_tokenizer_init and not isinstance(prompt, IdsPrompt):
                 raise BadRequest("this server takes token ids only (--skip-tokenizer-init)")
         return self.client.submit_all(items, namespace, rid)
+
+    def require_few(self, value: object) -> None:
+        """Raises BadRequest if a body's prompts (see `prompts`) are too many.
+
+        Asked before they are looked at one by one, which would hold up every stream for seconds.
+        """
+        if isinstance(value, list) and value and not isinstance(value[0], int):
+            self._require_count(len(value))
+
+    def _require_count(self, count: int) -> None:
+        limit = self.config.max_queued_requests
+        if not 1 <= count <= limit:
+            raise BadRequest(f"one request may hold from 1 to {limit} prompts, got {count}")
 
     def ids_prompt(self, ids: Sequence[int], param: str) -> IdsPrompt:
         """Token ids of a request. Raises BadRequest if there are none, or one is outside the vocabulary."""

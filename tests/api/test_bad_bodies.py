@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from sapwood.srt.messages import ChatPrompt, Generate
+from sapwood.srt.server.service import Service
 from tests.api.scripted import Harness
 
 CHAT = "/v1/chat/completions"
@@ -171,3 +172,28 @@ def test_an_internal_error_shows_no_traceback(
         "code": "internal_error",
         "param": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "prompt"),
+    [
+        ("/generate", "input_ids", [5]),
+        ("/generate", "text", ""),
+        ("/v1/completions", "prompt", [5]),
+        ("/v1/completions", "prompt", ""),
+    ],
+)
+def test_too_many_prompts_are_refused_before_they_are_looked_at(
+    server: Harness, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, field: str, prompt: Any
+) -> None:
+    """900,000 short prompts fit in a body; to make each one ready held up every stream for nine seconds."""
+
+    def fail(*_args: object) -> None:
+        raise RuntimeError("a prompt was looked at")
+
+    monkeypatch.setattr(Service, "prompts", fail)
+    too_many = [prompt] * (server.config.max_queued_requests + 1)
+    error = error_of(http.post(path, json={field: too_many}))
+    assert error["code"] == "invalid_value"
+    assert str(len(too_many)) in error["message"]
+    assert server.tokenizer.received == []
