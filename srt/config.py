@@ -14,6 +14,10 @@ import msgspec
 from sapwood.srt.errors import ConfigError
 
 
+OTHER_VARIABLES = frozenset({"SAPWOOD_CACHE", "SAPWOOD_LISTEN_FD", "SAPWOOD_NO_EXTENSION"})
+"""Environment variables that are no fields: the cache folder, the server's socket, and the build's switch."""
+
+
 class Flag(msgspec.Struct, frozen=True):
     """What the command line says of one field: help text, range, and other names of the flag."""
 
@@ -173,7 +177,14 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
-    """The configuration from flags, then environment variables, then defaults."""
+    """The configuration from flags, then environment variables, then defaults.
+
+    A `SAPWOOD_` variable that means nothing raises ConfigError: it is a misspelt one.
+    """
+    known = {f"SAPWOOD_{name.upper()}" for name in Config.__struct_fields__} | OTHER_VARIABLES
+    unknown = sorted(v for v in environ if v.startswith("SAPWOOD_") and v not in known)
+    if unknown:
+        raise ConfigError(f"unknown environment variable {unknown[0]}; see sapwood serve --help")
     values: dict[str, Any] = {}
     for name, kind, _flag in fields():
         given = getattr(args, name, None)

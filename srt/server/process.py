@@ -160,5 +160,5 @@ class Server:
             told.wait(ORPHAN_SECONDS)
 
     def _say_farewell(self, told: threading.Event) -> None:
-        self._fail("the launcher of this server has died")
+        self._fail("the server has been stopped: its launcher has ended")
         self._end(self._farewell(linger=0.05)).add_done_callback(lambda _task: told.set())

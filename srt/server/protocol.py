@@ -136,7 +136,9 @@ def check(request: ChatRequest | CompletionRequest) -> None:
     """Refuse what the types alone allow. Raises BadRequest naming the field."""
     if isinstance(request, ChatRequest):
         for name, inert in _INERT.items():
-            if getattr(request, name) not in inert:
+            value = getattr(request, name)
+            # By type too: 0 is not false.
+            if not any(value == quiet and type(value) is type(quiet) for quiet in inert):
                 raise unsupported(name)
     else:
         if request.suffix not in (None, ""):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from sapwood.srt.config import Config
@@ -20,8 +21,13 @@ class KvPool:
     def __init__(self, num_slots: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         shape = (num_slots, kv_heads, head_dim)
         self.num_slots = num_slots
-        self.k = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
-        self.v = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+        self.k = [_zeros(shape, dtype) for _ in range(layers)]
+        self.v = [_zeros(shape, dtype) for _ in range(layers)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory that the system gives page by page as it is written; torch.zeros would touch all of it."""
+    return torch.from_numpy(np.zeros(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

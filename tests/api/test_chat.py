@@ -232,6 +232,7 @@ def test_response_formats(http: httpx.Client) -> None:
         ("verbosity", "low"),
         ("web_search_options", {}),
         ("echo", True),
+        ("echo", 0),
     ],
 )
 def test_what_is_not_supported_yet_is_refused_by_name(http: httpx.Client, name: str, value: Any) -> None:

@@ -161,3 +161,9 @@ def test_a_choice_is_offered_by_its_flag() -> None:
         assert config.option(name) in help_text
         for choice in typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ():
             assert choice in help_text
+
+
+def test_a_misspelt_environment_variable_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="SAPWOOD_PROT"):
+        parse(environ={"SAPWOOD_PROT": "1"})
+    assert parse(environ={"SAPWOOD_CACHE": "/x", "SAPWOOD_PORT": "5"}).port == 5
