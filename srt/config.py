@@ -13,7 +13,6 @@ import msgspec
 
 from sapwood.srt.errors import ConfigError
 
-
 OTHER_VARIABLES = frozenset({"SAPWOOD_CACHE", "SAPWOOD_LISTEN_FD", "SAPWOOD_NO_EXTENSION"})
 """Environment variables that are no fields: the cache folder, the server's socket, and the build's switch."""
 

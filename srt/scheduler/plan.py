@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -119,16 +120,12 @@ def _emit(
     draft: Draft,
     admitted: list[admission.Admission],
 ) -> Step:
+    """The Step, decodes before chunks; what its result will be read against goes into `in_flight`."""
     rows, num_decodes = state.rows, len(decodes)
-
-    def column(first: npt.NDArray[np.generic] | int, rest: list[int]) -> Int32s:
-        head = np.broadcast_to(np.asarray(first, dtype=np.int32), num_decodes)
-        return np.concatenate([head, np.asarray(rest, dtype=np.int32)])
-
-    step_rows = column(decodes, draft.rows)
-    starts = column(rows.planned[decodes] - 1, draft.starts)
-    counts = column(1, draft.counts)
-    samples = column(1, draft.samples)
+    step_rows = _column(decodes, draft.rows)
+    starts = _column(rows.planned[decodes] - 1, draft.starts)
+    counts = _column(np.ones(num_decodes), draft.counts)
+    samples = _column(np.ones(num_decodes), draft.samples)
     spans = list(zip(draft.rows, draft.starts, draft.counts, strict=True))
     ids = [np.full(num_decodes, -1, dtype=np.int32), *(rows.ids[r, s : s + c] for r, s, c in spans)]
     slots = [decode_slots, *(rows.slots[r, s : s + c] for r, s, c in spans)]
@@ -156,6 +153,10 @@ def _emit(
         slots=messages.pack(np.concatenate(slots)),
         samples=messages.pack(samples),
     )
+
+
+def _column(decodes: npt.NDArray[Any], chunks: list[int]) -> Int32s:
+    return np.concatenate([decodes, chunks]).astype(np.int32)
 
 
 def _row_start(state: State, admitted: admission.Admission) -> RowStart:
