@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
 import signal
 import sys
@@ -36,8 +37,9 @@ text.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 after a failure, 2 after a wrong flag or model."""
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
     try:
+        _refuse_unknown(unknown)
         return int(args.run(args))
     except SapwoodError as e:
         print(f"sapwood: error: {e.message}", file=sys.stderr)
@@ -49,6 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone away; the interpreter must not try to write it once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _refuse_unknown(arguments: list[str]) -> None:
+    """Raise ConfigError for what no command takes, with the flags that look most like it."""
+    if not arguments:
+        return
+    flag = arguments[0].partition("=")[0]
+    known = [name for field, _, entry in config.fields() for name in (config.option(field), *entry.aliases)]
+    close = difflib.get_close_matches(flag, known, n=3)
+    hint = f"; did you mean {' or '.join(close)}?" if close else "; --help lists what there is"
+    raise ConfigError(f"unknown argument {flag}{hint}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -58,7 +58,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--chunked-prefill-size" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["serv"], ["serve", "--prot", "1"], ["serve", "--port", "http"]])
+@pytest.mark.parametrize("arguments", [[], ["serv"], ["serve", "--port", "http"]])
 def test_what_argparse_refuses_has_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
@@ -171,3 +171,21 @@ def test_what_is_not_installed_is_named_with_its_remedy() -> None:
     )
     assert answer.returncode == 2
     assert "needs torch, pyzmq, not installed here: pip install 'sapwood[serve]'" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["serve", "--max-total-token", "5"], "--max-total-tokens"),
+        (["serve", "--prot", "1"], "--port"),
+        (["serve", "--tp=2"], "unknown argument --tp"),
+        (["generate", "hi", "there"], "unknown argument there"),
+    ],
+)
+def test_an_unknown_argument_is_one_line(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.count("\n") == 1
