@@ -8,9 +8,6 @@ from torch import Tensor
 from sapwood.kernels.native import kernels
 from sapwood.kernels.ops.expect import DTYPE_CODES, expect
 
-TILE = 64
-"""Positions that are reduced together; tiles start at multiples of it and are merged in order."""
-
 
 def attend(
     qkv: Tensor,

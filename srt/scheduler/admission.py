@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sapwood.srt.cache.radix import common_prefix
 from sapwood.srt.messages import Admitted, Verdict
 from sapwood.srt.scheduler import policy
 from sapwood.srt.scheduler.request import Request, Sequence
@@ -64,21 +65,14 @@ def _sibling_computes(state: State, sequence: Sequence) -> bool:
     candidates = rows.computing()
     if not len(candidates):
         return False
-    request, ids = sequence.request, sequence.ids[:-1]
+    request, ids = sequence.request, sequence.ids[:-1].tobytes()
     best = 0
     for row in candidates:
         other = rows.sequence[row]
         assert other is not None
         if other.request.namespace == request.namespace:
-            best = max(best, common_prefix(ids, rows.ids[row, : rows.prompt_end[row]]))
+            best = max(best, common_prefix(rows.ids[row, : rows.prompt_end[row]].tobytes(), ids))
     return best > 0 and best > policy.peek(state, sequence)
-
-
-def common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """How many leading ids two arrays share."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def _seat(state: State, sequence: Sequence) -> Admission | None:

@@ -90,8 +90,7 @@ def _chunk(state: State, draft: Draft, row: int, budget: int) -> int:
     """Plan up to `budget` more tokens of the row's prompt; returns how many."""
     rows = state.rows
     start, length = int(rows.planned[row]), int(rows.length[row])
-    count = min(length - start, budget)
-    count = min(count, state.available)
+    count = min(length - start, budget, state.available)
     if count <= 0:
         return 0
     rows.slots[row, start : start + count] = state.take(count)
