@@ -27,6 +27,7 @@ from sapwood.srt.messages import (
     Ended,
     Generate,
     IdsPrompt,
+    Read,
     Started,
     Stats,
     TextPrompt,
@@ -36,7 +37,7 @@ from sapwood.srt.params import SamplingParams
 logger = logging.getLogger("sapwood.client")
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
-Event = Started | Chunk | Ended
+Event = Started | Read | Chunk | Ended
 
 ASK_SECONDS = 10.0
 TOO_SLOW = ErrorInfo(
@@ -59,7 +60,7 @@ class Observer(Protocol):
 
 
 class Stream:
-    """The events of one request in order: Started, Chunks, and exactly one Ended, which is always the last.
+    """The events of one request in order: Started, Reads, Chunks, and exactly one Ended, always the last.
 
     At most `limit` events wait for the reader, and the terminal one. `rid` is unique; `name` is what the
     client calls the request; `arrived` is `time.monotonic()` at submit.
@@ -316,7 +317,7 @@ class Client:
             self.latest_stats = message
         elif isinstance(message, Answer):
             self._answer(message)
-        elif isinstance(message, Started | Chunk | Ended):
+        elif isinstance(message, Started | Read | Chunk | Ended):
             stream = self._streams.get(message.rid)
             if stream is not None:  # else it ended here first: the reader went away or was too slow
                 self._deliver(stream, message)
@@ -339,5 +340,5 @@ class Client:
         elif self._observer is not None:
             if isinstance(event, Started):
                 self._observer.on_started(event)
-            else:
+            elif isinstance(event, Chunk):
                 self._observer.on_chunk(event, stream.arrived)

@@ -64,13 +64,38 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     stream_buffer: Annotated[
         int, Flag("chunks a slow reader may lag behind before its request ends with an error", 16, 2**20)
     ] = 4096
+    api_key: Annotated[
+        str | None, Flag("key that every request must bring; several are separated by commas")
+    ] = None
+    admin_api_key: Annotated[
+        str | None,
+        Flag("key of the routes that look into or change the server (default: those take --api-key)"),
+    ] = None
+    request_timeout: Annotated[
+        float | None,
+        Flag(
+            "seconds after which a request that has not ended gets an error; a request may ask for less",
+            0.001,
+            86400,
+        ),
+    ] = None
+    log_requests: Annotated[bool, Flag("log each request's parameters and lengths, but no text")] = False
+    log_format: Annotated[Literal["text", "json"], Flag("one line an event, for people or for programs")] = (
+        "text"
+    )
+    chat_template: Annotated[
+        str | None, Flag("a file with the chat template to use instead of the model's")
+    ] = None
+    pooling: Annotated[
+        Literal["last", "mean"], Flag("what /v1/embeddings makes of a prompt's hidden states")
+    ] = "last"
     drain_timeout: Annotated[float, Flag("seconds that running requests get after SIGTERM", 0, 86400)] = 30.0
     heartbeat_timeout: Annotated[
         float, Flag("seconds without a heartbeat after which a process counts as dead", 1, 3600)
     ] = 30.0
 
     max_running_requests: Annotated[int, Flag("rows of a step", 1, 4096)] = 64
-    max_queued_requests: Annotated[int, Flag("waiting requests; one more is answered 503", 1, 1_000_000)] = (
+    max_queued_requests: Annotated[int, Flag("waiting requests; one more is answered 429", 1, 1_000_000)] = (
         4096
     )
     max_total_tokens: Annotated[

@@ -50,6 +50,22 @@ class ContextTooLong(BadRequest):
     default_code = "context_length_exceeded"
 
 
+class Unauthorized(SapwoodError):
+    """No key, or one that is not known."""
+
+    status = 401
+    type = "authentication_error"
+    default_code = "invalid_api_key"
+
+
+class Forbidden(SapwoodError):
+    """A good key, but not for this route."""
+
+    status = 403
+    type = "permission_error"
+    default_code = "permission_denied"
+
+
 class ModelNotFound(SapwoodError):
     """The request names a model that is not served; the message lists what there is."""
 
@@ -85,8 +101,8 @@ class UnsupportedMediaType(SapwoodError):
 class Overloaded(SapwoodError):
     """A bounded queue is full; trying again later may work."""
 
-    status = 503
-    type = "overloaded_error"
+    status = 429
+    type = "rate_limit_error"
     default_code = "queue_full"
 
 
@@ -96,6 +112,14 @@ class Unavailable(SapwoodError):
     status = 503
     type = "server_error"
     default_code = "unavailable"
+
+
+class DeadlineExceeded(SapwoodError):
+    """The request has not ended within its time; what it had produced is lost unless it was streamed."""
+
+    status = 504
+    type = "timeout_error"
+    default_code = "deadline_exceeded"
 
 
 class ProcessDied(Unavailable):
@@ -136,6 +160,7 @@ class ModelError(SapwoodError):
 
 _FROM_ELSEWHERE: tuple[type[SapwoodError], ...] = (
     ContextTooLong, BadRequest, ModelNotFound, Conflict, TooLarge, Overloaded, Unavailable, ProcessDied,
+    DeadlineExceeded,
 )  # fmt: skip
 
 

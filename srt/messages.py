@@ -2,7 +2,7 @@
 
     server ──Generate, Abort, Ask──► tokenizer ──Submit, Cancel, StopAt, Ask──► scheduler ──Step──► worker
        ▲                               │  ▲                                       │   ▲               │
-       └─Started, Chunk, Ended, Answer─┘  └───Admitted, Tokens, Done, Refused ────┘   └──StepResult───┘
+       └Started, Read, Chunk, Ended, …─┘  └Admitted, PromptRead, Tokens, Done, …──┘   └──StepResult───┘
 
 A frame on a socket is one encoded list of messages. Token ids, positions, rows and slots travel as
 little-endian int32 bytes (`pack` and `unpack`), keys as int64.
@@ -37,6 +37,7 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 
 class TextPrompt(Message):
     text: str
+    add_special_tokens: bool = True
 
 
 class IdsPrompt(Message):
@@ -74,22 +75,33 @@ class Abort(Message):
 
 
 class Ask(Message):
-    """A question to the scheduler, passed on by the tokenizer; answered by one Answer with the same call."""
+    """A question that one Answer with the same call answers.
+
+    The tokenizer answers "tokenize" (of `prompt`) and "detokenize" (of `prompt.ids`) itself, passes the
+    others on, and puts text beside the ids of what comes back. "explain" asks what `prompt` (ids, when it
+    reaches the scheduler) would find in `namespace` now; "tree" asks for a snapshot. `options` are the
+    route's own.
+    """
 
     call: int
-    what: Literal["flush", "state", "check"]
+    what: Literal["flush", "state", "check", "tree", "explain", "tokenize", "detokenize"]
     tokenizer: int = 0
+    prompt: TextPrompt | IdsPrompt | ChatPrompt | None = None
+    namespace: str = ""
+    options: dict[str, Any] = {}
 
 
 # ---- tokenizer → server
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
-    """Natural-log probability of a token, the token itself, and the most likely alternatives, best first."""
+    """Natural-log probability of a token, the token itself, the most likely alternatives, best first, and
+    the values of the request's `logprob_ids`, in their order."""
 
     id: int
     logprob: float
     top: list[tuple[int, float]] = []
+    chosen: list[float] = []
 
 
 class TextLogprob(msgspec.Struct, array_like=True):
@@ -100,6 +112,10 @@ class TextLogprob(msgspec.Struct, array_like=True):
     text: str
     raw: bytes
     top: list[tuple[int, float, str, bytes]] = []
+    chosen: list[tuple[int, float, str, bytes]] = []
+
+
+Stopped = Literal["cold", "diverged", "evicted", "namespace", "last_token", "logprobs", "pooling", "disabled"]
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
@@ -107,23 +123,38 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
     `stopped`: "cold" (nothing of it was ever seen), "diverged" (the tree goes on otherwise at token
     `matched`), "evicted" (it went on once), "namespace" (the shared namespace knows more of it),
-    "last_token" (all but the last token, which is always computed), "disabled" (no radix cache).
+    "last_token" (all but the last token, which is always computed), "logprobs" or "pooling" (what comes after
+    is asked for and must be computed), "disabled" (no radix cache).
     """
 
     matched: int
-    stopped: Literal["cold", "diverged", "evicted", "namespace", "last_token", "disabled"]
+    stopped: Stopped
 
 
 class Started(Message):
     """The request was admitted: its prompt is being computed. Comes before the first Chunk.
 
-    `queued` is seconds from arrival to admission.
+    `queued` is seconds from arrival to admission, `saved` the seconds of prefill that the cache saved.
     """
 
     rid: str
     prompt_ids: Ids
     verdict: Verdict
     queued: float
+    saved: float = 0.0
+
+
+class Read(Message):
+    """What a request reads of its prompt, in pieces, after Started and before the first Chunk.
+
+    `logprobs` are of the prompt's tokens from index `start` on (never of the first one of all, which has
+    none); each token comes once. `pooled` is the hidden state asked for, float32 [hidden] little-endian.
+    """
+
+    rid: str
+    start: int = 0
+    logprobs: list[TextLogprob] = []
+    pooled: bytes = b""
 
 
 class Chunk(Message):
@@ -216,6 +247,16 @@ class Admitted(Message):
     key: int
     verdict: Verdict
     queued: float
+    saved: float = 0.0
+
+
+class PromptRead(Message):
+    """What one step gave of a prompt (see Read)."""
+
+    key: int
+    start: int = 0
+    logprobs: list[TokenLogprob] = []
+    pooled: bytes = b""
 
 
 class Tokens(Message):
@@ -252,8 +293,10 @@ class RowStart(Message):
     """Row `row` begins: its first `len(prefix) / 4` positions are already in the pool, in `prefix` slots.
 
     Draws are keyed by (seed, choice, position); a fork's choices are `choice`, `choice + 1`, ....
-    `history` holds all ids so far for a row with penalties (else empty): the worker rebuilds counts from it;
-    the first `prompt_len` are the prompt.
+    `history` holds all ids so far for a row with penalties, or whose prompt is read (else empty): the worker
+    rebuilds counts from it, and knows what comes after a chunk; the first `prompt_len` are the prompt.
+    `read_from` is the first prompt index whose logprob is still to be told (-1: none is): a row that was
+    retracted goes on where it was. A row whose params ask for a mean has no cached prefix and begins anew.
     """
 
     row: int
@@ -263,6 +306,7 @@ class RowStart(Message):
     choice: int
     prompt_len: int
     history: Ids = b""
+    read_from: int = -1
 
 
 class Step(Message):
@@ -290,6 +334,15 @@ class RowError(Message):
     error: ErrorInfo
 
 
+class RowRead(Message):
+    """What a step gave of one row's prompt: logprobs from index `start` on; at its end what was pooled."""
+
+    row: int
+    start: int = 0
+    logprobs: list[TokenLogprob] = []
+    pooled: bytes = b""
+
+
 class StepResult(Message):
     """What step `number` gave: `ids` in the order of rows and samples; `logprobs` maps an index into `ids`.
 
@@ -301,6 +354,7 @@ class StepResult(Message):
     logprobs: dict[int, TokenLogprob]
     errors: list[RowError]
     seconds: float
+    reads: list[RowRead] = []
 
 
 class WorkerReady(Message):
@@ -361,8 +415,8 @@ class Drain(Message):
 
 
 AnyMessage = (
-    Generate | Abort | Ask | Started | Chunk | Ended | Answer | Stats
-    | Submit | StopAt | Cancel | Admitted | Tokens | Done | Refused
+    Generate | Abort | Ask | Started | Read | Chunk | Ended | Answer | Stats
+    | Submit | StopAt | Cancel | Admitted | PromptRead | Tokens | Done | Refused
     | Step | StepResult | WorkerReady
     | Boot | Beat | Ready | Serve | Fatal | Died | Drain
 )  # fmt: skip

@@ -11,7 +11,7 @@ import msgspec
 from sapwood.srt import messages
 from sapwood.srt.client import Prompt, Stream, merge
 from sapwood.srt.errors import BadRequest, from_info
-from sapwood.srt.messages import Chunk, Ended, Started
+from sapwood.srt.messages import Chunk, Ended, Read, Started
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.server import generation, native_protocol
 from sapwood.srt.server.chat_prompt import chat_prompt
@@ -157,7 +157,7 @@ async def pieces(
 
 async def _events(
     streams: Sequence[Stream], shape: generation.NativeShape
-) -> AsyncIterator[list[tuple[int, Started | Chunk]]]:
+) -> AsyncIterator[list[tuple[int, Started | Read | Chunk]]]:
     """What the streams bring, once `shape` has it. Raises the first error; aborts what is left early."""
     try:
         async for batch in merge(streams):

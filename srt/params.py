@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from sapwood.srt.errors import BadRequest
@@ -11,6 +13,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_LOGPROB_IDS = 256
 MIN_REPETITION_PENALTY = 0.01
 """Logits are divided by it: one near 0 makes infinities of them."""
 
@@ -20,7 +23,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `temperature == 0` is greedy. `top_k` 0 and -1 are off. Without a `seed` one is drawn per request.
     `logprobs` is None for none, else the number of alternatives (0 to 20); values are natural logarithms of
-    the model's own distribution, before temperature, penalties, biases and filters.
+    the model's own distribution, before temperature, penalties, biases and filters. With `logprob_start` the
+    prompt's tokens from that index on get theirs too (the first token of all has none), and `logprob_ids` are
+    further tokens to be told at every place. `max_tokens` 0 computes the prompt and nothing else; only then
+    `pooling` may ask for the prompt's hidden state instead of logprobs: its last token's, or the mean.
     """
 
     max_tokens: int | None = None
@@ -40,6 +46,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
+    logprob_start: int | None = None
+    logprob_ids: list[int] = []
+    pooling: Literal["last", "mean"] | None = None
+
+    @property
+    def reads_prompt_from(self) -> int | None:
+        """The first prompt position whose hidden state is read for more than the last token's logits; None if
+        there is none. A prefix may be taken from the cache up to there (DESIGN: at most max(0, s - 1))."""
+        if self.pooling == "mean":
+            return 0
+        return None if self.logprob_start is None else max(0, self.logprob_start - 1)
 
     @property
     def penalised(self) -> bool:
@@ -70,8 +87,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.seed is not None:
             _between("seed", self.seed, -(2**63), 2**63 - 1)
+        self._check_reading()
         self._check_lists(vocab_size)
         return self
+
+    def _check_reading(self) -> None:
+        if self.logprob_start is not None:
+            _between("logprob_start", self.logprob_start, 0, 2**31 - 1)
+        for name, asked in (
+            ("logprob_start", self.logprob_start is not None),
+            ("logprob_ids", self.logprob_ids),
+        ):
+            if asked and self.logprobs is None:
+                raise BadRequest(f"{name} needs logprobs", param=name)
+        if self.pooling is not None and (self.max_tokens != 0 or self.n != 1 or self.logprobs is not None):
+            raise BadRequest("pooling needs max_tokens 0, n 1 and no logprobs", param="pooling")
 
     def _check_lists(self, vocab_size: int) -> None:
         _between("length of stop", len(self.stop), 0, MAX_STOPS, param="stop")
@@ -80,6 +110,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _between("length of stop_token_ids", len(self.stop_token_ids), 0, 256, param="stop_token_ids")
         for token in self.stop_token_ids:
             _between("a stop token id", token, 0, vocab_size - 1, param="stop_token_ids")
+        _between("length of logprob_ids", len(self.logprob_ids), 0, MAX_LOGPROB_IDS, param="logprob_ids")
+        for token in self.logprob_ids:
+            _between("a token id in logprob_ids", token, 0, vocab_size - 1, param="logprob_ids")
         _between("length of logit_bias", len(self.logit_bias), 0, MAX_BIASES, param="logit_bias")
         for token, bias in self.logit_bias.items():
             _between("a token id in logit_bias", token, 0, vocab_size - 1, param="logit_bias")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Literal
-
-Stopped = Literal["cold", "diverged", "evicted", "namespace", "last_token", "disabled"]
 
 
 class Ghosts:

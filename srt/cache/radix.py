@@ -20,10 +20,10 @@ import numpy as np
 
 from sapwood.srt.cache import invariants
 from sapwood.srt.cache.eviction import Lru
-from sapwood.srt.cache.explain import Ghosts, Stopped
+from sapwood.srt.cache.explain import Ghosts
 from sapwood.srt.cache.node import Node, token_at, unpack_token
 from sapwood.srt.cache.slots import SlotArray, SlotPool
-from sapwood.srt.messages import Verdict
+from sapwood.srt.messages import Stopped, Verdict
 
 _ID = np.dtype("<i4")
 

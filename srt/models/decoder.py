@@ -101,14 +101,22 @@ class Decoder:
             self._mlp(weights, hidden)
         return hidden
 
-    def logits(self, hidden: Tensor, index: Tensor) -> Tensor:
-        """The logits at rows `index` (int32 or int64 [s]) of `hidden`: float32 [s, vocab].
+    def normed(self, hidden: Tensor, index: Tensor) -> Tensor:
+        """Rows `index` (int32 or int64 [s]) of `hidden` after the final norm: float32 [s, hidden].
 
         Valid until the next call.
         """
         chosen = self._buffer("chosen", index.shape[0], self.spec.hidden)
         torch.index_select(hidden, 0, index, out=chosen)
         rms_norm(chosen, self._final_norm, self.spec.rms_eps, chosen)
+        return chosen
+
+    def logits(self, hidden: Tensor, index: Tensor) -> Tensor:
+        """The logits at rows `index` (int32 or int64 [s]) of `hidden`: float32 [s, vocab].
+
+        Valid until the next call.
+        """
+        chosen = self.normed(hidden, index)
         out = self._buffer("logits", index.shape[0], self.spec.vocab)
         linear(chosen, self._head, out)
         return out

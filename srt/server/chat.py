@@ -105,7 +105,7 @@ class ChatShape:
             if isinstance(event, Started):
                 for i in range(self.outcome.n):
                     yield self._chunk(ChatChunkChoice(i, Delta(role="assistant", content="")))
-            else:
+            elif isinstance(event, Chunk):
                 yield from self._chunks(event)
 
     def _chunks(self, chunk: Chunk) -> Iterator[ChatChunk]:

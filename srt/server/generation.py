@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from sapwood.srt.client import Prompt, Stream
 from sapwood.srt.errors import BadRequest, Conflict
-from sapwood.srt.messages import Chunk, Finish, IdsPrompt, Started, TextLogprob, TextPrompt
+from sapwood.srt.messages import Chunk, Finish, IdsPrompt, Read, Started, TextLogprob, TextPrompt
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.server import native_protocol, protocol, sampling
 from sapwood.srt.server.answers import cache_report
@@ -112,8 +112,8 @@ class NativeShape:
         generated = [self._generated(i) for i in range(len(self.outcome.choices))]
         return generated if self._listed else generated[0]
 
-    def deltas(self, batch: list[tuple[int, Started | Chunk]]) -> Iterator[Generated]:
-        events = [(prompt, event) for prompt, event in batch if not isinstance(event, Started)]
+    def deltas(self, batch: list[tuple[int, Started | Read | Chunk]]) -> Iterator[Generated]:
+        events = [(prompt, event) for prompt, event in batch if isinstance(event, Chunk)]
         for i in dict.fromkeys(self.outcome.index(prompt, chunk) for prompt, chunk in events):
             generated = self._generated(i)
             generated.index = i if self._listed else UNSET

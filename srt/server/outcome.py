@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sapwood.srt.errors import SapwoodError
-from sapwood.srt.messages import Chunk, Finish, Started, TextLogprob, Verdict, unpack
+from sapwood.srt.messages import Chunk, Finish, Read, Started, TextLogprob, Verdict, unpack
 from sapwood.srt.server.answers import PromptDetails, Usage, cache_report
 
 
@@ -41,14 +41,22 @@ class Outcome:
     def __init__(self, prompts: int, n: int) -> None:
         self.n = n
         self.started: list[Started | None] = [None] * prompts
+        self.prompt_logprobs: list[list[TextLogprob]] = [[] for _ in range(prompts)]
+        """Of each prompt's tokens from the index asked for on (never of its first token)."""
+        self.pooled: list[bytes] = [b""] * prompts
+        """What was asked for of each prompt's hidden states, float32 [hidden]."""
         self.choices = [ChoiceSoFar() for _ in range(prompts * n)]
 
     def index(self, prompt: int, chunk: Chunk) -> int:
         return prompt * self.n + chunk.choice
 
-    def add(self, prompt: int, event: Started | Chunk) -> None:
+    def add(self, prompt: int, event: Started | Read | Chunk) -> None:
         if isinstance(event, Started):
             self.started[prompt] = event
+            return
+        if isinstance(event, Read):
+            self.prompt_logprobs[prompt] += event.logprobs
+            self.pooled[prompt] = event.pooled or self.pooled[prompt]
             return
         choice = self.choices[self.index(prompt, event)]
         if event.text:

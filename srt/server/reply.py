@@ -17,12 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from sapwood.srt.client import Event, Stream, merge
 from sapwood.srt.errors import ErrorInfo, SapwoodError
-from sapwood.srt.messages import Chunk, Ended, Started
+from sapwood.srt.messages import Chunk, Ended, Read, Started
 from sapwood.srt.server.outcome import Outcome
 
 logger = logging.getLogger("sapwood.server")
 
-Batch = list[tuple[int, Started | Chunk]]
+Batch = list[tuple[int, Started | Read | Chunk]]
 
 DONE = b"data: [DONE]\n\n"
 EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -236,7 +236,7 @@ def test_more_requests_than_may_run_and_wait(new_server: Any) -> None:
         held = [pool.submit(post, http, prompt="x", rid=f"r{i}") for i in range(3)]
         harness.until(lambda: harness.service.client.live == 3)
         full = post(http, prompt="x")
-        assert full.status_code == 503
+        assert full.status_code == 429
         assert "--max-queued-requests" in full.json()["error"]["message"]
         for g in harness.tokenizer.wait_for(Generate, 3):
             harness.tokenizer.say(*answer(g)[1:])

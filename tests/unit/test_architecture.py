@@ -154,7 +154,7 @@ def test_nothing_is_pickled(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_files_are_small(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    assert lines <= 400, f"{named(path)} has {lines} lines"
+    assert lines <= 450, f"{named(path)} has {lines} lines"
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:

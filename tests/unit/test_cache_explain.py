@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_type_hints
 
-from sapwood.srt.cache.explain import Stopped
+from sapwood.srt.messages import Stopped
 from sapwood.srt.cache.radix import RadixTree
 from sapwood.srt.cache.slots import SlotPool
 from sapwood.srt.messages import Verdict, pack

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sapwood.srt import messages
-from sapwood.srt.cache.explain import Stopped
+from sapwood.srt.messages import Stopped
 from sapwood.srt.messages import Cancel, Submit
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.scheduler import policy
@@ -375,7 +375,7 @@ def test_a_full_queue_refuses() -> None:
     assert [world.clients[k].refused is not None for k in keys] == [False, False, False, True, True]
     refused = world.clients[keys[-1]].refused
     assert refused is not None
-    assert refused.error.status == 503
+    assert refused.error.status == 429
     world.run()
 
 
