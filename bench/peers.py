@@ -7,33 +7,29 @@ from typing import Any
 from sapwood.srt.config import ModelSource
 from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.models.registry import spec_of
-from sapwood.srt.models.spec import HEAD, tensor_shapes
+from sapwood.srt.models.spec import EMBEDDING, HEAD, tensor_shapes
 
 
-def transformers_model(source: ModelSource) -> Any:
-    """A float32 LlamaForCausalLM with the dequantised tensors of `source`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def transformers_model(source: ModelSource, attention: str = "sdpa") -> Any:
+    """A float32 model of transformers with the dequantised tensors of `source`.
+
+    Raises SystemExit for a position encoding that transformers does not have: a GGUF's own factors.
+    """
+    import transformers
 
     spec = spec_of(source.config)
-    rope = {"rope_type": "default", "rope_theta": spec.rope.theta}
-    config = LlamaConfig(
-        vocab_size=spec.vocab,
-        hidden_size=spec.hidden,
-        intermediate_size=spec.intermediate,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.q_heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        rms_norm_eps=spec.rms_eps,
-        tie_word_embeddings=spec.tied,
-        max_position_embeddings=source.context_length,
-        rope_parameters=rope,
+    if spec.rope.kind == "factors":
+        raise SystemExit("transformers has no position encoding with a GGUF's own factors")
+    family = getattr(transformers, source.architecture)
+    known = {k: v for k, v in source.config.items() if k not in ("architectures", "model_type")}
+    config = family.config_class(**known)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype="float32", attn_implementation=attention
     )
-    model = LlamaForCausalLM(config)
     weights = open_weights(source)
     tensors = {name: weights.vector(name).float() for name in tensor_shapes(spec)}
     if spec.tied:
-        tensors[HEAD] = tensors["model.embed_tokens.weight"]
+        tensors[HEAD] = tensors[EMBEDDING]
     model.load_state_dict(tensors, strict=True)
     return model.eval()
 

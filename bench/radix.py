@@ -90,7 +90,7 @@ def grow(tree: RadixTree, pool: SlotPool, nodes: int, rng: np.random.Generator) 
                 held[i] = np.concatenate((held[i], pool.allocate(EDGE)))
                 tree.insert("", chain[: 4 * end], held[i])
         for i, chain in enumerate(chains):
-            own = tree.path_slots(tree.match("", chain, CHAIN * EDGE).node)
+            own = tree.match("", chain, CHAIN * EDGE).node.path_slots()
             pool.free(held[i][held[i] != own])
 
 

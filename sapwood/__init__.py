@@ -15,10 +15,12 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Engine": "sapwood.srt.engine",
-    "SamplingParams": "sapwood.srt.params",
+    "LLM": "sapwood.srt.llm",
+    "Runtime": "sapwood.srt.runtime",
+    "SamplingParams": "sapwood.srt.llm_params",
 }
 
-__all__ = ["Engine", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Engine", "Runtime", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

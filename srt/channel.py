@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,38 @@ from sapwood.srt import messages
 
 HIGH_WATER = 10_000
 """Frames that may wait on one connection; beyond that a send is refused."""
+FRAME_WEIGHT = 4096
+"""A frame ends with the message that makes it this heavy (see `weight`): it is decoded as a whole, and what
+comes behind it waits for that."""
+READ_BYTES = 2**20
+"""After so much a receive ends, for the same reason."""
 
 
 def address(directory: str, role: str, index: int = 0) -> str:
     """Where the inbox of a process is."""
     return f"ipc://{Path(directory) / f'{role}-{index}'}"
+
+
+def weight(message: Any) -> int:
+    """How much a message holds: the (token, logprob) pairs in it; 1 if it has none."""
+    values = getattr(message, "logprobs", None)
+    if not values:
+        return 1
+    return sum(1 + len(v.top) + len(v.chosen) for v in (values.values() if type(values) is dict else values))
+
+
+def frames(batch: Iterable[Any], most: int | None = None) -> Iterator[list[Any]]:
+    """The messages in frames of at most `most`, which end once they weigh FRAME_WEIGHT."""
+    frame: list[Any] = []
+    weighed = 0
+    for message in batch:
+        frame.append(message)
+        weighed += weight(message)
+        if len(frame) == most or weighed >= FRAME_WEIGHT:
+            yield frame
+            frame, weighed = [], 0
+    if frame:
+        yield frame
 
 
 class Inbox:
@@ -29,15 +57,20 @@ class Inbox:
         self._socket.bind(address(directory, role, index))
 
     def receive(self, timeout: float | None) -> list[Any]:
-        """Every message that is here, waiting up to `timeout` seconds (None: for ever) for the first."""
+        """The messages that are here, waiting up to `timeout` seconds (None: for ever) for the first; what
+        comes after READ_BYTES of them is left for the next call."""
         received: list[Any] = []
+        size = 0
         if self._socket.poll(None if timeout is None else max(0, int(timeout * 1000 + 0.999))) == 0:
             return received
-        while True:
+        while size < READ_BYTES:
             try:
-                received += messages.decode(self._socket.recv(zmq.NOBLOCK))
+                frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return received
+                break
+            size += len(frame)
+            received += messages.decode(frame)
+        return received
 
     def close(self) -> None:
         self._socket.close()

@@ -17,8 +17,17 @@ from typing import Any, Literal, Protocol
 
 from sapwood.srt.channel import AsyncInbox, Outbox
 from sapwood.srt.config import Config
-from sapwood.srt.errors import Conflict, ErrorInfo, Overloaded, Unavailable, from_info
+from sapwood.srt.errors import (
+    Conflict,
+    DeadlineExceeded,
+    ErrorInfo,
+    Overloaded,
+    OwnDeadlineExceeded,
+    Unavailable,
+    from_info,
+)
 from sapwood.srt.messages import (
+    ASK_SECONDS,
     Abort,
     Answer,
     Ask,
@@ -38,8 +47,8 @@ logger = logging.getLogger("sapwood.client")
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
 Event = Started | Read | Chunk | Ended
+Question = Literal["flush", "state", "check", "tree", "explain", "tokenize", "detokenize"]
 
-ASK_SECONDS = 10.0
 TOO_SLOW = ErrorInfo(
     503, "server_error", "slow_reader", "the client reads too slowly: the request was aborted"
 )
@@ -49,10 +58,10 @@ WALKED_AWAY = ErrorInfo(499, "client_error", "client_disconnected", "the client 
 class Observer(Protocol):
     """Sees every event of every stream once, when it arrives; must be quick and must not raise.
 
-    `arrived` is `time.monotonic()` when the request was submitted.
+    `arrived` is `time.monotonic()` when the request was submitted, `namespace` the cache it looked into.
     """
 
-    def on_started(self, event: Started) -> None: ...
+    def on_started(self, event: Started, namespace: str) -> None: ...
 
     def on_chunk(self, event: Chunk, arrived: float) -> None: ...
 
@@ -63,7 +72,8 @@ class Stream:
     """The events of one request in order: Started, Reads, Chunks, and exactly one Ended, always the last.
 
     At most `limit` events wait for the reader, and the terminal one. `rid` is unique; `name` is what the
-    client calls the request; `arrived` is `time.monotonic()` at submit.
+    client calls the request; `arrived` is `time.monotonic()` at submit. `on_end` is called when it ends,
+    whether or not it is read.
     """
 
     def __init__(
@@ -77,7 +87,10 @@ class Stream:
         self._events: deque[Event] = deque()
         self._limit = limit
         self._cancel = cancel
+        self.namespace = ""
         self.wake = asyncio.Event()
+        self.on_end: Callable[[], None] | None = None
+        self.deadline: asyncio.TimerHandle | None = None
 
     def put(self, event: Event) -> bool:
         """Add an event for the reader. False, and nothing added, if too many wait already."""
@@ -87,6 +100,8 @@ class Stream:
             return False
         self._events.append(event)
         self.wake.set()
+        if self.ended and self.on_end is not None:
+            self.on_end()
         return True
 
     def ready(self) -> list[Event]:
@@ -177,22 +192,33 @@ class Client:
         return len(self._streams)
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, namespace: str = "", rid: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        namespace: str = "",
+        rid: str | None = None,
+        timeout: float | None = None,
     ) -> Stream:
         """Start one request. `params` have been checked; `rid` is the client's own name for it.
 
-        Raises Conflict if a live request has that name, Overloaded if the tokenizer's queue is full, and
-        Unavailable after `fail_all`.
+        A request that has not ended within `timeout` or `--request-timeout` seconds, whichever is less, is
+        aborted, and its stream ends with DeadlineExceeded (408 by its own time). Raises Conflict if a live
+        request has that name, Overloaded if the tokenizer's queue is full, and Unavailable after `fail_all`.
         """
-        return self.submit_all([(prompt, params)], namespace, rid)[0]
+        return self.submit_all([(prompt, params)], namespace, rid, timeout)[0]
 
     def submit_all(
         self,
         items: Sequence[tuple[Prompt, SamplingParams]],
         namespace: str = "",
         rid: str | Sequence[str] | None = None,
+        timeout: float | None = None,
+        waited: float = 0.0,
     ) -> list[Stream]:
-        """Start several requests, or none of them. One `rid` names them all; a list names each."""
+        """Start several requests, or none of them. One `rid` names them all; a list names each.
+
+        `waited` seconds of their time are over.
+        """
         names: list[str | None]
         names = [rid] * len(items) if rid is None or isinstance(rid, str) else list(rid)
         assert len(names) == len(items), "one name for each request"
@@ -203,7 +229,8 @@ class Client:
                 raise Conflict(f"a request with rid {name!r} is still running", param="rid")
         streams: list[Stream] = []
         for name, (prompt, params) in zip(names, items, strict=True):
-            stream = self._open(name)
+            stream = self._open(name, namespace)
+            stream.arrived -= waited
             streams.append(stream)
             message = Generate(stream.rid, prompt, params, namespace, stream.arrived)
             if not self._outboxes[stream.tokenizer].send(message):
@@ -211,7 +238,28 @@ class Client:
                 for other in streams:
                     other.cancel()
                 raise Overloaded("the tokenizer's queue is full")
+        self._set_deadlines(streams, timeout, waited)
         return streams
+
+    def time_limit(self, timeout: float | None) -> tuple[float | None, DeadlineExceeded]:
+        """The seconds that a request has which has set itself `timeout`, and its error after that."""
+        limits = [limit for limit in (timeout, self._config.request_timeout) if limit is not None]
+        limit = min(limits, default=None)
+        kind = DeadlineExceeded if limit is None or limit != timeout else OwnDeadlineExceeded
+        return limit, kind(f"the request has not ended within {limit or 0:g} s")
+
+    def _set_deadlines(self, streams: list[Stream], timeout: float | None, waited: float) -> None:
+        limit, error = self.time_limit(timeout)
+        if limit is not None:
+            loop = asyncio.get_running_loop()
+            for stream in streams:
+                stream.deadline = loop.call_later(
+                    max(0.0, limit - waited), self._expire, stream, error.info()
+                )
+
+    def _expire(self, stream: Stream, error: ErrorInfo) -> None:
+        self._send_abort(stream)
+        self._end(stream, error)
 
     def abort(self, rid: str) -> int:
         """Abort the request of that name; its stream ends with an "abort" finish. How many streams it has."""
@@ -227,19 +275,27 @@ class Client:
         return len(self._streams)
 
     async def ask(
-        self, what: Literal["flush", "state", "check"], timeout: float = ASK_SECONDS
+        self,
+        what: Question,
+        timeout: float = ASK_SECONDS,
+        *,
+        prompt: Prompt | None = None,
+        namespace: str = "",
+        options: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The scheduler's answer to a question; Unavailable after `timeout` seconds without one."""
+        """The answer to a question (see Ask); raises the answer's own error, and Unavailable after `timeout`
+        seconds without one."""
         if self.failure is not None:
             raise Unavailable(self.failure.message, code=self.failure.code)
         call = next(self._numbers)
         future = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            if not self._outboxes[0].send(Ask(call, what)):
+            ask = Ask(call, what, prompt=prompt, namespace=namespace, options=options or {})
+            if not self._outboxes[0].send(ask):
                 raise Overloaded("the tokenizer's queue is full")
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
-            raise Unavailable(f"the scheduler did not answer within {timeout:g} s") from None
+            raise Unavailable(f"no answer to {what!r} within {timeout:g} s") from None
         finally:
             del self._calls[call]
 
@@ -259,9 +315,10 @@ class Client:
             await asyncio.wait_for(self._idle.wait(), timeout)
         return self._idle.is_set()
 
-    def _open(self, name: str | None) -> Stream:
+    def _open(self, name: str | None, namespace: str) -> Stream:
         rid = uuid.uuid4().hex
         stream = Stream(rid, name or rid, next(self._turns), self._config.stream_buffer, self._walked_away)
+        stream.namespace = namespace
         self._streams[rid] = stream
         self._names.setdefault(stream.name, []).append(stream)
         self._idle.clear()
@@ -269,6 +326,8 @@ class Client:
 
     def _end(self, stream: Stream, error: ErrorInfo | None) -> None:
         """The one place where streams end."""
+        if stream.deadline is not None:
+            stream.deadline.cancel()
         del self._streams[stream.rid]
         namesakes = self._names[stream.name]
         namesakes.remove(stream)
@@ -339,6 +398,6 @@ class Client:
             self._end(stream, TOO_SLOW)
         elif self._observer is not None:
             if isinstance(event, Started):
-                self._observer.on_started(event)
+                self._observer.on_started(event, stream.namespace)
             elif isinstance(event, Chunk):
                 self._observer.on_chunk(event, stream.arrived)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-import types
+import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,13 +18,17 @@ OTHER_VARIABLES = frozenset({"SAPWOOD_CACHE", "SAPWOOD_LISTEN_FD", "SAPWOOD_NO_E
 """Environment variables that are no fields: the cache folder, the server's socket, and the build's switch."""
 
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
+
+
 class Flag(msgspec.Struct, frozen=True):
-    """What the command line says of one field: help text, range, and other names of the flag."""
+    """What the command line says of one field: help text and range."""
 
     help: str
     low: float | None = None
     high: float | None = None
-    aliases: tuple[str, ...] = ()
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,10 +36,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: Annotated[
         str | None,
-        Flag(
-            "a Hugging Face folder or a .gguf file; without one the packaged SmolLM2-135M-Instruct",
-            aliases=("--model",),
-        ),
+        Flag("a Hugging Face folder, a .gguf file, org/name on the hub, or a name of `sapwood models`"),
     ] = None
     served_model_name: Annotated[str | None, Flag("the name that requests use (default: the model's)")] = None
     load_format: Annotated[
@@ -80,6 +82,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     log_requests: Annotated[bool, Flag("log each request's parameters and lengths, but no text")] = False
+    log_stats: Annotated[bool, Flag("log rates and load every 10 s while there is something to do")] = True
     log_format: Annotated[Literal["text", "json"], Flag("one line an event, for people or for programs")] = (
         "text"
     )
@@ -136,6 +139,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"{option(name)} must be from {flag.low} to {flag.high}, got {value}", param=name
                 )
+        for name in ("api_key", "admin_api_key"):
+            for key in split_keys(getattr(self, name)):
+                # The key itself stays out of the message, which may be logged.
+                if not key or not (key.isascii() and key.isprintable()) or " " in key:
+                    raise ConfigError(
+                        f"{option(name)}: a key must be visible ASCII without spaces, and not empty",
+                        param=name,
+                    )
         if self.chunked_prefill_size == 0:
             raise ConfigError(
                 "--chunked-prefill-size must be -1 or at least 1, got 0", param="chunked_prefill_size"
@@ -166,10 +177,21 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, float]
 
 
-def fields() -> list[tuple[str, Any, Flag]]:
+@functools.cache
+def fields() -> tuple[tuple[str, Any, Flag], ...]:
     """(name, type, flag) of every field, in order."""
     hints = typing.get_type_hints(Config, include_extras=True)
-    return [(name, *typing.get_args(hints[name])) for name in Config.__struct_fields__]
+    return tuple((name, *typing.get_args(hints[name])) for name in Config.__struct_fields__)
+
+
+def split_keys(text: str | None) -> list[str]:
+    """The keys of `--api-key` or `--admin-api-key`."""
+    return [] if text is None else [key.strip() for key in text.split(",")]
+
+
+def default(name: str) -> Any:
+    """The value of a field that nobody chooses."""
+    return Config.__struct_defaults__[Config.__struct_fields__.index(name)]
 
 
 def option(name: str) -> str:
@@ -177,31 +199,56 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser: argparse._ActionsContainer) -> None:
-    """Give `parser` one flag for each field; the default comes from `SAPWOOD_<FIELD>` if that is set."""
+def add_flags(parser: argparse._ActionsContainer, but: Collection[str] = ()) -> None:
+    """Give `parser` one flag for each field, for its help: `flags.command_line` reads them. Those in `but`
+    are the command's own."""
     for name, kind, flag in fields():
-        default = Config.__struct_defaults__[list(Config.__struct_fields__).index(name)]
-        help_text = flag.help if default is None or default is False else f"{flag.help} (default: {default})"
-        names = [option(name), *flag.aliases]
+        if option(name) in but:
+            continue
+        help_text = flag.help if default(name) in (None, False) else f"{flag.help} (default: {default(name)})"
         if kind is bool:
             parser.add_argument(
-                *names, dest=name, default=None, action=argparse.BooleanOptionalAction, help=help_text
+                option(name), dest=name, action=argparse.BooleanOptionalAction, help=help_text
             )
         else:
-            choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
             parser.add_argument(
-                *names,
+                option(name),
                 dest=name,
-                default=None,
-                choices=choices,
-                type=str if choices else _plain(kind),
+                choices=_choices(kind) or None,
                 help=help_text,
-                metavar=None if choices else name.rpartition("_")[2].upper(),
+                metavar=None if _choices(kind) else name.rpartition("_")[2].upper(),
             )
 
 
-def from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
-    """The configuration from flags, then environment variables, then defaults.
+def parse(name: str, text: str, written: str) -> Any:
+    """The value of a field from text, given as `written` (a flag or a variable). Raises ConfigError.
+
+    A number of tokens may end in k, m, g (thousands) or K, M, G (of 1024).
+    """
+    kind = _kind(name)
+    number = text
+    if _plain(kind) is int and (match := _SIZE.fullmatch(text)) is not None:
+        number = f"{float(match[1]) * _UNITS[match[2]]:.0f}"
+    try:
+        return msgspec.convert(number, kind, strict=False)
+    except msgspec.ValidationError:
+        raise _wrong(name, written, text) from None
+
+
+def _wrong(name: str, written: str, value: Any) -> ConfigError:
+    """What a field must be, and what was given as `written`."""
+    choices = _choices(_kind(name))
+    wanted = f"{', '.join(choices[:-1])} or {choices[-1]}" if choices else _WANTED[_plain(_kind(name))]
+    return ConfigError(f"{written} must be {wanted}, got {value!r}", param=name)
+
+
+def _kind(name: str) -> Any:
+    """The type of a field."""
+    return next(kind for other, kind, _flag in fields() if other == name)
+
+
+def load(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Config:
+    """The configuration from `values`, then environment variables, then defaults.
 
     A `SAPWOOD_` variable that means nothing raises ConfigError: it is a misspelt one.
     """
@@ -209,15 +256,12 @@ def from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ)
     unknown = sorted(v for v in environ if v.startswith("SAPWOOD_") and v not in known)
     if unknown:
         raise ConfigError(f"unknown environment variable {unknown[0]}; see sapwood serve --help")
-    values: dict[str, Any] = {}
-    for name, kind, _flag in fields():
-        given = getattr(args, name, None)
-        variable = f"SAPWOOD_{name.upper()}"
-        if given is None and variable in environ:
-            given = _from_text(variable, kind, environ[variable])
-        if given is not None:
-            values[name] = given
-    return make(**values)
+    given = {
+        name: parse(name, environ[variable], variable)
+        for name in Config.__struct_fields__
+        if (variable := f"SAPWOOD_{name.upper()}") in environ and name not in values
+    }
+    return make(**given, **values)
 
 
 def make(**values: Any) -> Config:
@@ -225,34 +269,32 @@ def make(**values: Any) -> Config:
     unknown = sorted(set(values) - set(Config.__struct_fields__))
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}; see sapwood serve --help", param=unknown[0])
-    try:
-        return msgspec.convert(values, Config).check()
-    except msgspec.ValidationError as e:
-        raise ConfigError(str(e)) from None
+    for name, value in values.items():
+        try:
+            msgspec.convert(value, _kind(name))
+        except msgspec.ValidationError:
+            raise _wrong(name, name, value) from None
+    return msgspec.convert(values, Config).check()
 
 
-def _plain(kind: Any) -> type:
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
-    return typing.cast(type, kind)
+def _plain(kind: Any) -> Any:
+    """The type of a field that may be None."""
+    kinds = [k for k in typing.get_args(kind) if k is not type(None)]
+    return kinds[0] if kinds else kind
 
 
-def _from_text(variable: str, kind: Any, text: str) -> Any:
-    try:
-        return msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError as e:
-        raise ConfigError(f"{variable}={text!r}: {e}") from None
+def _choices(kind: Any) -> tuple[str, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
 def markdown() -> str:
     """docs/configuration.md: one row for each field."""
     lines = ["| flag | default | |", "|---|---|---|"]
-    for i, (name, kind, flag) in enumerate(fields()):
-        names = ", ".join(f"`{n}`" for n in (option(name), *flag.aliases))
-        default = Config.__struct_defaults__[i]
-        choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-        limits = f" ({', '.join(f'`{c}`' for c in choices)})" if choices else ""
-        lines.append(f"| {names} | {'' if default is None else f'`{default}`'} | {flag.help}{limits} |")
+    for name, kind, flag in fields():
+        choices = ", ".join(f"`{choice}`" for choice in _choices(kind))
+        limits = f" ({choices})" if choices else ""
+        value = "" if default(name) is None else f"`{default(name)}`"
+        lines.append(f"| `{option(name)}` | {value} | {flag.help}{limits} |")
     return "\n".join([*_PREFACE, "", *lines, ""])
 
 
@@ -262,7 +304,8 @@ _PREFACE = (
     "Every flag of `sapwood serve`, made by `python -m sapwood.srt.config` from the fields of that file.",
     "`--chunked-prefill-size 512` is `SAPWOOD_CHUNKED_PREFILL_SIZE=512` as an environment variable, and",
     "`sapwood.Engine(chunked_prefill_size=512)` in Python. A flag wins over its variable; a switch has a",
-    "`--no-` form too. Lengths are in tokens, times in seconds.",
+    "`--no-` form too. Lengths are in tokens, times in seconds. A flag may be given once; `_` counts as `-`;",
+    "`8k` is 8000 and `8K` is 8192. What the flags of SGLang and vLLM do here is in [flags.md](flags.md).",
 )
 
 

@@ -3,52 +3,78 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import msgspec
 
-from sapwood.srt import config, offline_requests, requirements
+from sapwood.srt import config, offline_requests, offline_work, requirements
 from sapwood.srt.errors import BadRequest
+from sapwood.srt.flags.keywords import translate
 from sapwood.srt.loader import sources
 from sapwood.srt.offline import OfflineRuntime
-from sapwood.srt.offline_requests import Call
-from sapwood.srt.params import SamplingParams
-from sapwood.srt.server import info
+from sapwood.srt.offline_requests import Sampling
+from sapwood.srt.offline_work import Call
+from sapwood.srt.progress import bar
+from sapwood.srt.server import info, sampling
 from sapwood.srt.server.native_protocol import Generated
+from sapwood.srt.server.outcome import vector
 
 Answer = dict[str, Any]
-Sampling = dict[str, Any] | SamplingParams | None
+Prompt = str | list[int] | list[dict[str, Any]]
+"""A text, token ids, or the messages of a chat."""
 
 STREAM_BUFFER = 2**20
 """A program that looks away for a while is no slow reader: its stream holds more than any answer has."""
 
 
+class Fields(TypedDict, total=False):
+    """Fields of `/generate` that the methods of Engine take as keyword arguments.
+
+    With `return_logprob` the output's logprobs come, and the prompt's from `logprob_start_len` on (-1: none);
+    at each place `top_logprobs_num` alternatives and the tokens `token_ids_logprob`: for all prompts, or a
+    list with an entry for each. `rid` names the requests: one name (told apart by a number if there are
+    several prompts) or a list. Requests with different `cache_salt` share no cached prefix. A request that
+    has not ended after `timeout` seconds raises DeadlineExceeded.
+    """
+
+    return_logprob: bool | list[bool]
+    logprob_start_len: int | list[int] | None
+    top_logprobs_num: int | list[int]
+    token_ids_logprob: list[int] | list[list[int]] | None
+    rid: str | list[str] | None
+    cache_salt: str | None
+    timeout: float | None
+
+
+class ChatFields(Fields, total=False):
+    """Those of a chat, and what concerns its template."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any]
+
+
 class Engine:
     """A model in processes of its own, as `sapwood serve` has them, for one Python program.
 
-    `model_path` and `options` are the fields of the configuration (`sapwood serve --help`, with underscores).
-    The constructor returns when the model is loaded; `shutdown`, leaving a `with` block, the collector or the
-    program's end stop it. Methods may be called from any thread. Raises ConfigError, ModelError, and
-    ProcessDied, here or in any later call, if a process dies.
+    `model_path` and `options` are the fields of the configuration (`sapwood serve --help`, with underscores),
+    or SGLang's and vLLM's names for them. The constructor returns when the model is loaded; `shutdown`,
+    leaving a `with` block, the collector or the program's end stop it. Methods may be called from any
+    thread, in a notebook too. Raises ConfigError, ModelError, and ProcessDied, here or in any later call, if
+    a process dies.
 
     An answer is a dict with `text`, `output_ids` and `meta_info` (`finish_reason`, `prompt_tokens`,
     `completion_tokens`, `cached_tokens`, `cache`, ...), as `/generate` has it. Sampling parameters are a
-    dict with the names of `/generate` (at most 128 new tokens unless it says otherwise) or SamplingParams.
+    dict with the names of `/generate` (at most 128 new tokens unless it says otherwise; `max_tokens` and
+    `min_tokens` are other names of `max_new_tokens` and `min_new_tokens`), or SamplingParams. A list of
+    prompts may have any length: what exceeds `max_queued_requests` waits here.
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
-        if model_path is not None:
-            options["model_path"] = model_path
-        chosen = config.make(**options)
-        requirements.check(http=False)
-        chosen = msgspec.structs.replace(chosen, stream_buffer=STREAM_BUFFER)
-        self._runtime = OfflineRuntime(chosen, sources.resolve(chosen))
-        self._gate = asyncio.Semaphore(chosen.max_queued_requests)
+        self._runtime = start(model_path, options)
         self._stop = weakref.finalize(self, self._runtime.close)
 
     def generate(
@@ -57,21 +83,18 @@ class Engine:
         sampling_params: Sampling | list[Sampling] = None,
         input_ids: list[int] | list[list[int]] | None = None,
         *,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
         stream: bool = False,
-        rid: str | list[str] | None = None,
-        cache_salt: str = "",
         progress: bool = True,
+        **fields: Unpack[Fields],
     ) -> Any:
         """Go on with `prompt` or `input_ids`: one of them, which may be a list.
 
         Returns an answer, or a list of them for a list of prompts or n > 1 (prompt by prompt, choice by
-        choice). With `stream` an iterator of answers, each with all of its choice so far. A list runs side
-        by side, with a progress bar (`progress`) on a terminal. Raises BadRequest naming the field.
+        choice). With `stream` an iterator of answers, each with all of its choice so far, but output logprobs
+        only of what is new in it. A list runs side by side, with a progress bar (`progress`) on a terminal.
+        Raises BadRequest naming the field.
         """
-        fields = self._fields(return_logprob, top_logprobs_num, stream, rid, cache_salt)
-        call = self._generate_call(prompt, input_ids, sampling_params, fields)
+        call = self._generate_call(prompt, input_ids, sampling_params, stream, fields)
         return self._iterate(call) if stream else self._wait(call, progress)
 
     async def async_generate(
@@ -80,15 +103,11 @@ class Engine:
         sampling_params: Sampling | list[Sampling] = None,
         input_ids: list[int] | list[list[int]] | None = None,
         *,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
         stream: bool = False,
-        rid: str | list[str] | None = None,
-        cache_salt: str = "",
+        **fields: Unpack[Fields],
     ) -> Any:
         """`generate` for a running asyncio loop; with `stream` the result is an asynchronous iterator."""
-        fields = self._fields(return_logprob, top_logprobs_num, stream, rid, cache_salt)
-        call = self._generate_call(prompt, input_ids, sampling_params, fields)
+        call = self._generate_call(prompt, input_ids, sampling_params, stream, fields)
         return self._async_iterate(call) if stream else await self._async_wait(call)
 
     def chat(
@@ -96,38 +115,62 @@ class Engine:
         messages: list[dict[str, Any]],
         sampling_params: Sampling = None,
         *,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
         stream: bool = False,
-        rid: str | None = None,
-        cache_salt: str = "",
-        **template: Any,
+        **fields: Unpack[ChatFields],
     ) -> Any:
-        """Answer a chat of OpenAI messages, rendered by the model's template; otherwise as `generate`.
-
-        `template` are the fields of a chat request that concern it: `add_generation_prompt`,
-        `continue_final_message`, `chat_template_kwargs`.
-        """
-        fields = self._fields(return_logprob, top_logprobs_num, stream, rid, cache_salt)
-        call = self._chat_call(messages, template, sampling_params, fields)
-        return self._iterate(call) if stream else self._wait(call, progress=False)
+        """Answer a chat of OpenAI messages, rendered by the model's template; otherwise as `generate`."""
+        call = self._chat_call(messages, sampling_params, stream, fields)
+        return self._iterate(call) if stream else self._wait(call, False)
 
     async def async_chat(
         self,
         messages: list[dict[str, Any]],
         sampling_params: Sampling = None,
         *,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
         stream: bool = False,
-        rid: str | None = None,
-        cache_salt: str = "",
-        **template: Any,
+        **fields: Unpack[ChatFields],
     ) -> Any:
         """`chat` for a running asyncio loop; with `stream` the result is an asynchronous iterator."""
-        fields = self._fields(return_logprob, top_logprobs_num, stream, rid, cache_salt)
-        call = self._chat_call(messages, template, sampling_params, fields)
+        call = self._chat_call(messages, sampling_params, stream, fields)
         return self._async_iterate(call) if stream else await self._async_wait(call)
+
+    def encode(
+        self,
+        prompt: str | list[str] | list[int] | list[list[int]],
+        *,
+        pooling: Literal["last", "mean"] | None = None,
+        cache_salt: str | None = None,
+        progress: bool = True,
+    ) -> Any:
+        """The prompt's hidden state as a vector of length 1: its last token's or the mean.
+
+        Which, `pooling` says (default: the configuration's). Returns a dict with `embedding` (a list of
+        floats) and `meta_info`, or a list of them for a list.
+        """
+        work = offline_requests.embedding(self._runtime.service, prompt, pooling, cache_salt)
+        answers = [
+            {
+                "embedding": vector(outcome.pooled[0]).tolist(),
+                "meta_info": {"prompt_tokens": outcome.prompt_tokens(0)},
+            }
+            for outcome in self._runtime.outcomes(work, progress)
+        ]
+        return answers if offline_requests.is_list(prompt) else answers[0]
+
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids that the model would read for `prompt`; raises BadRequest as `generate` does."""
+        asked = offline_requests.one_prompt(self._runtime.service, prompt, add_special_tokens)
+        client = self._runtime.service.client
+        ids: list[int] = self._runtime.run(client.ask("tokenize", prompt=asked))["tokens"]
+        return ids
+
+    def cache_explain(self, prompt: Prompt, *, cache_salt: str | None = None) -> dict[str, Any]:
+        """What the prefix cache would find for `prompt` now, and where and why it stops; changes nothing."""
+        asked = offline_requests.one_prompt(self._runtime.service, prompt)
+        question = self._runtime.service.client.ask(
+            "explain", prompt=asked, namespace=sampling.namespace(cache_salt), options={"reveal": True}
+        )
+        return self._runtime.run(question)
 
     def flush_cache(self) -> dict[str, Any]:
         """Forget every cached prefix that no running request uses; says how many tokens that were."""
@@ -136,6 +179,10 @@ class Engine:
     def server_info(self) -> dict[str, Any]:
         """The configuration, the model, what was chosen at start and why, and the scheduler's state."""
         return self._runtime.run(info.server_info(self._runtime.service))
+
+    def get_tokenizer(self) -> Any:
+        """The model's `tokenizers.Tokenizer`, loaded anew; raises ModelError if it has none."""
+        return self._runtime.tokenizer()
 
     def shutdown(self) -> None:
         """End the processes. What still runs raises Unavailable, and so does every later call."""
@@ -149,41 +196,33 @@ class Engine:
     ) -> None:
         self.shutdown()
 
-    @staticmethod
-    def _fields(
-        return_logprob: bool, top_logprobs_num: int, stream: bool, rid: object, cache_salt: str
-    ) -> dict[str, Any]:
-        """The fields of `/generate` that say how to answer."""
-        return {
-            "return_logprob": return_logprob,
-            "return_text_in_logprobs": return_logprob,
-            "top_logprobs_num": top_logprobs_num,
-            "stream": stream,
-            "rid": rid,
-            "cache_salt": cache_salt or None,
-        }
-
-    def _generate_call(self, prompt: Any, input_ids: Any, sampling: Any, fields: dict[str, Any]) -> Call:
+    def _generate_call(
+        self, prompt: Any, input_ids: Any, sampling: Any, stream: bool, fields: Mapping[str, Any]
+    ) -> Call:
         if (prompt is None) == (input_ids is None):
             raise BadRequest("exactly one of prompt and input_ids must be given", param="prompt")
-        values = {**fields, "text": prompt, "input_ids": input_ids}
+        values = {**_answered(fields, stream), "text": prompt, "input_ids": input_ids}
         return offline_requests.generate(self._runtime.service, values, sampling)
 
-    def _chat_call(self, messages: Any, template: Any, sampling: Any, fields: dict[str, Any]) -> Call:
-        chat = {**template, "messages": messages}
-        return offline_requests.chat(self._runtime.service, fields, chat, sampling)
+    def _chat_call(self, messages: Any, sampling: Any, stream: bool, fields: Mapping[str, Any]) -> Call:
+        of_chat = ChatFields.__annotations__.keys() - Fields.__annotations__.keys()
+        chat = {name: value for name, value in fields.items() if name in of_chat}
+        rest = {name: value for name, value in fields.items() if name not in of_chat}
+        return offline_requests.chat(
+            self._runtime.service, _answered(rest, stream), {**chat, "messages": messages}, sampling
+        )
 
     def _wait(self, call: Call, progress: bool) -> Answer | list[Answer]:
-        with _bar(len(call.prompts) if progress else 0) as advance:
-            work = offline_requests.gather(self._runtime.service, self._gate, call, advance)
+        with bar(len(call.prompts) if progress else 0) as advance:
+            work = offline_work.gather(self._runtime.service, self._runtime.gate, call, advance)
             return _shaped(call, self._runtime.run(work))
 
     async def _async_wait(self, call: Call) -> Answer | list[Answer]:
-        work = offline_requests.gather(self._runtime.service, self._gate, call, lambda: None)
+        work = offline_work.gather(self._runtime.service, self._runtime.gate, call, lambda: None)
         return _shaped(call, await asyncio.wrap_future(self._runtime.submit(work)))
 
     def _iterate(self, call: Call) -> Iterator[Answer]:
-        source = offline_requests.pieces(self._runtime.service, self._gate, call)
+        source = offline_work.pieces(self._runtime.service, self._runtime.gate, call)
         try:
             while (batch := self._runtime.run(_next(source))) is not None:
                 yield from map(_builtin, batch)
@@ -191,13 +230,33 @@ class Engine:
             self._runtime.discard(source)
 
     async def _async_iterate(self, call: Call) -> AsyncIterator[Answer]:
-        source = offline_requests.pieces(self._runtime.service, self._gate, call)
+        source = offline_work.pieces(self._runtime.service, self._runtime.gate, call)
         try:
             while (batch := await asyncio.wrap_future(self._runtime.submit(_next(source)))) is not None:
                 for generated in batch:
                     yield _builtin(generated)
         finally:
             self._runtime.discard(source)
+
+
+def start(model_path: str | None, options: dict[str, Any]) -> OfflineRuntime:
+    """A runtime for the options of a Python program: the configuration's fields, or other runtimes' names."""
+    if model_path is not None:
+        options = {**options, "model_path": model_path}
+    chosen = config.make(**translate(options))
+    requirements.check(http=False)
+    chosen = msgspec.structs.replace(chosen, stream_buffer=STREAM_BUFFER)
+    return OfflineRuntime(chosen, sources.resolve(chosen))
+
+
+def _answered(fields: Mapping[str, Any], stream: bool) -> dict[str, Any]:
+    """The fields of `/generate` that say how to answer."""
+    wanted = fields.get("return_logprob")
+    return {
+        **fields,
+        "return_text_in_logprobs": any(wanted) if isinstance(wanted, list) else bool(wanted),
+        "stream": stream,
+    }
 
 
 async def _next(source: AsyncIterator[list[Generated]]) -> list[Generated] | None:
@@ -212,18 +271,3 @@ def _shaped(call: Call, generated: list[Generated]) -> Answer | list[Answer]:
 def _builtin(generated: Generated) -> Answer:
     answer: Answer = msgspec.to_builtins(generated)
     return answer
-
-
-@contextlib.contextmanager
-def _bar(total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar over `total` prompts, if there are several and somebody sees it."""
-    if total < 2 or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("generating", total=total)
-        yield lambda: bar.advance(task)

@@ -74,6 +74,14 @@ class ModelNotFound(SapwoodError):
     default_code = "model_not_found"
 
 
+class RequestTimeout(SapwoodError):
+    """The client has not sent its request within the time for that."""
+
+    status = 408
+    type = "invalid_request_error"
+    default_code = "request_timeout"
+
+
 class Conflict(SapwoodError):
     """The client's request id is in use by a live request."""
 
@@ -120,6 +128,12 @@ class DeadlineExceeded(SapwoodError):
     status = 504
     type = "timeout_error"
     default_code = "deadline_exceeded"
+
+
+class OwnDeadlineExceeded(DeadlineExceeded):
+    """The same, by the time that the request itself has set: the server is not at fault."""
+
+    status = 408
 
 
 class ProcessDied(Unavailable):

@@ -74,13 +74,15 @@ class Abort(Message):
     rid: str
 
 
+ASK_SECONDS = 10.0  # nobody waits longer for an Answer
+
+
 class Ask(Message):
     """A question that one Answer with the same call answers.
 
     The tokenizer answers "tokenize" (of `prompt`) and "detokenize" (of `prompt.ids`) itself, passes the
-    others on, and puts text beside the ids of what comes back. "explain" asks what `prompt` (ids, when it
-    reaches the scheduler) would find in `namespace` now; "tree" asks for a snapshot. `options` are the
-    route's own.
+    others on, and puts text beside the ids of what comes back. "explain" asks what `prompt` (ids, for the
+    scheduler) would find in `namespace` now; "tree" for a snapshot. `options` are the route's own.
     """
 
     call: int
@@ -135,6 +137,8 @@ class Started(Message):
     """The request was admitted: its prompt is being computed. Comes before the first Chunk.
 
     `queued` is seconds from arrival to admission, `saved` the seconds of prefill that the cache saved.
+    `first` is the prompt's first token as text and bytes, if logprobs from it on are asked for: it has no
+    Read.
     """
 
     rid: str
@@ -142,6 +146,7 @@ class Started(Message):
     verdict: Verdict
     queued: float
     saved: float = 0.0
+    first: tuple[str, bytes] = ("", b"")
 
 
 class Read(Message):
@@ -420,6 +425,7 @@ AnyMessage = (
     | Step | StepResult | WorkerReady
     | Boot | Beat | Ready | Serve | Fatal | Died | Drain
 )  # fmt: skip
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[AnyMessage])

@@ -9,10 +9,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from sapwood.srt import namespaces
 from sapwood.srt.messages import Chunk, Ended, Started, Stats
 
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LONG = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
+
+MAX_NAMESPACES = 50
+"""Namespaces that get a label of their own; those that come later are counted together, as "other"."""
 
 _GAUGES = (
     ("sapwood_running_requests", "Choices that are being computed", "running"),
@@ -24,12 +28,10 @@ _GAUGES = (
 _COUNTERS = (
     ("sapwood_retracted", "Retractions of running requests for want of KV slots", "retracted"),
     ("sapwood_steps", "Steps of the worker", "steps"),
-    ("sapwood_prompt_tokens_cached", "Prompt tokens found in the cache", "prompt_tokens_cached"),
     ("sapwood_prompt_tokens_computed", "Prompt tokens computed", "prompt_tokens_computed"),
     ("sapwood_output_tokens", "Tokens generated", "output_tokens"),
     ("sapwood_surplus_tokens", "Tokens generated after the end of a request and dropped", "surplus_tokens"),
     ("sapwood_evicted_tokens", "Tokens evicted from the cache", "evicted_tokens"),
-    ("sapwood_prefill_saved_seconds", "Seconds of prefill that cached tokens saved", "seconds_saved"),
 )
 
 
@@ -50,9 +52,13 @@ class StatsCollector(Collector):
 
 
 class Metrics:
-    """Observes the streams of a Client; its registry is its own. Times are in seconds."""
+    """Observes the streams of a Client; its registry is its own. Times are in seconds.
 
-    def __init__(self) -> None:
+    `model` is a label of what is counted by cache namespace, whose label is a hash (see namespaces.py).
+    """
+
+    def __init__(self, model: str = "") -> None:
+        self.model = model
         self.registry = CollectorRegistry()
         self._latest: Callable[[], Stats | None] = lambda: None
         self.registry.register(StatsCollector(lambda: self._latest()))
@@ -66,10 +72,31 @@ class Metrics:
             ["finish_reason"],
             registry=self.registry,
         )
+        self._prompt = self._by_namespace("prompt_tokens", "Tokens of the prompts that were admitted")
+        self._cached = self._by_namespace("cached_prompt_tokens", "Those of them that the cache had")
+        self._saved = self._by_namespace(
+            "prefill_saved_seconds", "Seconds of prefill that cached tokens saved"
+        )
+        self._lookups = Counter(
+            "sapwood_prefix_lookups",
+            "Prompts looked up in the cache, by why the lookup stopped",
+            ["stopped"],
+            registry=self.registry,
+        )
+        self._http = Counter(
+            "sapwood_http_requests",
+            "HTTP requests that were answered",
+            ["route", "method", "status"],
+            registry=self.registry,
+        )
+        self._labels: dict[str, str] = {}
         self._times: dict[str, dict[int, float]] = {}
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"sapwood_{name}_seconds", text, buckets=buckets, registry=self.registry)
+
+    def _by_namespace(self, name: str, text: str) -> Counter:
+        return Counter(f"sapwood_{name}", text, ["model", "namespace"], registry=self.registry)
 
     def follow(self, latest: Callable[[], Stats | None]) -> None:
         """Where the scheduler's numbers come from."""
@@ -79,8 +106,26 @@ class Metrics:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
 
-    def on_started(self, event: Started) -> None:
+    def on_answer(self, route: str, method: str, status: int) -> None:
+        """An HTTP request was answered; `route` is its path as a template."""
+        self._http.labels(route, method, str(status)).inc()
+
+    def on_started(self, event: Started, namespace: str) -> None:
         self._queued.observe(event.queued)
+        label = self._label(namespace)
+        self._prompt.labels(self.model, label).inc(len(event.prompt_ids) // 4)
+        self._cached.labels(self.model, label).inc(event.verdict.matched)
+        self._saved.labels(self.model, label).inc(event.saved)
+        self._lookups.labels(event.verdict.stopped).inc()
+
+    def _label(self, namespace: str) -> str:
+        known = self._labels.get(namespace)
+        if known is not None:
+            return known
+        if len(self._labels) >= MAX_NAMESPACES:
+            return "other"
+        label = self._labels[namespace] = namespaces.label(namespace)
+        return label
 
     def on_chunk(self, event: Chunk, arrived: float) -> None:
         tokens = len(event.ids) // 4

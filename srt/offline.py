@@ -2,7 +2,7 @@
 
 caller's threads ──coroutines──► loop thread (Client) ──ipc──► tokenizer, scheduler, worker
                                       ▲ a death                    │
-                                 watch thread (Launcher) ◄─────────┘
+                             launcher's thread (LaunchThread) ◄────┘
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sapwood.srt.client import Client
 from sapwood.srt.config import Config, ModelSource
-from sapwood.srt.errors import ProcessDied, Unavailable
-from sapwood.srt.launch import ENGINE_ROLES, Interrupted, Launcher
-from sapwood.srt.messages import Serve
+from sapwood.srt.errors import ModelError, ProcessDied, Unavailable
+from sapwood.srt.launch import ENGINE_ROLES
+from sapwood.srt.launch_thread import JOIN_SECONDS, LaunchThread, closed
+from sapwood.srt.offline_work import Gate, Work, outcomes
+from sapwood.srt.progress import bar
+from sapwood.srt.server.outcome import Outcome
 from sapwood.srt.server.service import Service
 
 T = TypeVar("T")
 
-JOIN_SECONDS = 15.0
 LAST_WORDS_SECONDS = 1.0
 
 
@@ -38,22 +40,19 @@ class OfflineRuntime:
     def __init__(self, config: Config, source: ModelSource, roles: Mapping[str, str] = ENGINE_ROLES) -> None:
         self._owner = os.getpid()
         # Reentrant: the collector may run `close` while this thread holds it.
-        self._gate = threading.RLock()
+        self._door = threading.RLock()
         self._open = True
         self._connected = False
-        self._launcher = Launcher(config, source, roles)
-        self._launcher.prepare()
+        self._launcher = LaunchThread(config, source, roles, self._died)
         self._loop = asyncio.new_event_loop()
         self.service = Service(config, source, Client(config, self._launcher.directory))
-        self._started: concurrent.futures.Future[Serve] = concurrent.futures.Future()
-        self._watcher = threading.Thread(target=self._watch, name="sapwood launcher", daemon=True)
+        self.gate = Gate(config.max_queued_requests)
         self._looper = threading.Thread(target=self._run_loop, name="sapwood loop", daemon=True)
         self._looper.start()
         try:
             self.run(self.service.client.start())
             self._connected = True
-            self._watcher.start()
-            ready = self._started.result()
+            ready = self._launcher.launch()
         except BaseException:
             self.close()
             raise
@@ -72,13 +71,22 @@ class OfflineRuntime:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run `work` on the loop, without waiting. Raises Unavailable once closed, and in a fork."""
-        with self._gate:
+        with self._door:
             if self._open and os.getpid() == self._owner:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
         if os.getpid() != self._owner:
             raise Unavailable(f"the engine of process {self._owner} cannot be used in a fork", code="fork")
-        raise _closed()
+        raise closed()
+
+    def outcomes(self, items: Sequence[Work], progress: bool) -> list[Outcome]:
+        """What each of `items` gives, in order; the first error cancels the rest and is raised."""
+        with bar(len(items) if progress else 0) as advance:
+            return self.run(outcomes(self.service, self.gate, items, advance))
+
+    def tokenizer(self) -> Any:
+        """The model's `tokenizers.Tokenizer`, loaded anew. Raises ModelError."""
+        return tokenizer_of(self.service.source)
 
     def discard(self, source: AsyncGenerator[Any, None]) -> None:
         """End an asynchronous generator of the loop that is read no further."""
@@ -91,7 +99,7 @@ class OfflineRuntime:
 
     def soon(self, call: Callable[..., object], *args: Any) -> None:
         """Run `call` on the loop some time; never once closed."""
-        with self._gate:
+        with self._door:
             if self._open and os.getpid() == self._owner:
                 self._loop.call_soon_threadsafe(call, *args)
 
@@ -99,33 +107,16 @@ class OfflineRuntime:
         """End the processes and both threads. Safe to repeat, in any thread; does nothing in a fork."""
         if os.getpid() != self._owner:
             return
-        self._launcher.interrupt()
-        self._join(self._watcher)
         self._launcher.close()
-        with self._gate:
+        with self._door:
             self.soon(self._loop.stop)
             self._open = False
-        self._join(self._looper)
+        # The collector may run a finalizer in any thread, the loop's among them.
+        if self._looper.is_alive() and self._looper is not threading.current_thread():
+            self._looper.join(JOIN_SECONDS)
 
-    def _join(self, thread: threading.Thread) -> None:
-        # The collector may run a finalizer in any thread, these two among them.
-        if thread.is_alive() and thread is not threading.current_thread():
-            thread.join(JOIN_SECONDS)
-
-    def _watch(self) -> None:
-        """The one thread that starts, watches and ends the processes."""
-        with self._launcher:
-            try:
-                self._started.set_result(self._launcher.start())
-                self._launcher.watch()
-            except Interrupted:
-                if not self._started.done():
-                    self._started.set_exception(_closed())
-            except Exception as e:
-                error = e if isinstance(e, ProcessDied) else ProcessDied(f"the launcher failed: {e!r}")
-                if not self._started.done():
-                    self._started.set_exception(e)
-                self.soon(self.service.client.fail_all, error.info())
+    def _died(self, error: ProcessDied) -> None:
+        self.soon(self.service.client.fail_all, error.info())
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -138,7 +129,7 @@ class OfflineRuntime:
     async def _end(self) -> None:
         """End every stream with an error, and give those who wait for them the time to hear of it."""
         client = self.service.client
-        client.fail_all(_closed().info())
+        client.fail_all(closed().info())
         if self._connected:
             await client.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -149,5 +140,10 @@ class OfflineRuntime:
             await asyncio.gather(*late, return_exceptions=True)
 
 
-def _closed() -> Unavailable:
-    return Unavailable("the engine has been shut down", code="closed")
+def tokenizer_of(source: ModelSource) -> Any:
+    """A model's `tokenizers.Tokenizer`, loaded anew. Raises ModelError."""
+    from sapwood.srt.tokenizer import vocabulary
+
+    if source.tokenizer_file is None:
+        raise ModelError(f"{source.name} was loaded without a tokenizer")
+    return vocabulary.load(source.tokenizer_file)

@@ -1,95 +1,68 @@
-"""Requests of the offline Engine: checked as over HTTP, run side by side, gathered or streamed."""
+"""Requests of the offline doors: checked as over HTTP, before anything runs."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
-from sapwood.srt import messages
-from sapwood.srt.client import Prompt, Stream, merge
-from sapwood.srt.errors import BadRequest, from_info
-from sapwood.srt.messages import Chunk, Ended, Read, Started
-from sapwood.srt.params import SamplingParams
-from sapwood.srt.server import generation, native_protocol
+from sapwood.srt import messages, params
+from sapwood.srt.client import Prompt
+from sapwood.srt.errors import BadRequest
+from sapwood.srt.llm_params import SamplingParams
+from sapwood.srt.messages import ChatPrompt, TextPrompt
+from sapwood.srt.offline_work import Call, Work
+from sapwood.srt.server import generation
 from sapwood.srt.server.chat_prompt import chat_prompt
-from sapwood.srt.server.native_protocol import Generated, GenerateRequest, NativeSampling
+from sapwood.srt.server.native_protocol import GenerateRequest, NativeSampling
 from sapwood.srt.server.protocol import ChatRequest
+from sapwood.srt.server.sampling import namespace
 from sapwood.srt.server.service import Service
 
 T = TypeVar("T")
 
-Sampling = dict[str, Any] | SamplingParams
+Sampling = dict[str, Any] | SamplingParams | None
 
 _SYNONYMS = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 
 
-class Call(NamedTuple):
-    """One call of the Engine: its prompts, each with its checked parameters; `body` says how to answer."""
-
-    body: GenerateRequest
-    prompts: Sequence[Prompt]
-    params: Sequence[SamplingParams]
-
-
-def generate(service: Service, values: dict[str, Any], sampling: Sampling | list[Sampling] | None) -> Call:
+def generate(service: Service, values: dict[str, Any], sampling: Sampling | list[Sampling]) -> Call:
     """A call to go on with bare prompts; `values` are fields of `/generate`. Raises BadRequest."""
     body = _convert(values, GenerateRequest)
-    prompts = generation.prompts(service, body)
-    return _call(service, body, prompts, sampling)
+    return _call(service, body, generation.prompts(service, body), sampling)
 
 
-def chat(service: Service, values: dict[str, Any], chat: dict[str, Any], sampling: Sampling | None) -> Call:
+def chat(service: Service, values: dict[str, Any], chat: dict[str, Any], sampling: Sampling) -> Call:
     """A call to answer a chat; `chat` are fields of a chat request. Raises BadRequest."""
-    prompt = chat_prompt(_convert(chat, ChatRequest))
-    return _call(service, _convert(values, GenerateRequest), [prompt], sampling)
+    return _call(service, _convert(values, GenerateRequest), [chat_of(chat)], sampling)
 
 
-def _call(
-    service: Service,
-    body: GenerateRequest,
-    prompts: Sequence[Prompt],
-    sampling: Sampling | list[Sampling] | None,
-) -> Call:
-    for prompt in prompts:
-        _check_encodable(prompt)
-    logprobs = generation.wanted_logprobs(body)
-    vocab_size = service.source.vocab_size
-    if not isinstance(sampling, (list, tuple)):
-        return Call(body, prompts, [_params(sampling or {}, logprobs, vocab_size)] * len(prompts))
-    if len(sampling) != len(prompts):
+def chat_of(fields: dict[str, Any]) -> ChatPrompt:
+    """The prompt of a chat request's fields. Raises BadRequest."""
+    return chat_prompt(_convert(fields, ChatRequest))
+
+
+def native(given: Sampling) -> dict[str, Any]:
+    """Sampling parameters under the names of `/generate`; raises BadRequest if one is given twice."""
+    if isinstance(given, SamplingParams):
+        return given.native()
+    if given is not None and not isinstance(given, dict):
         raise BadRequest(
-            f"sampling_params must have one entry for each of the {len(prompts)} prompts, "
-            f"got {len(sampling)}",
+            f"sampling_params must be a dict or SamplingParams, got {type(given).__name__}",
             param="sampling_params",
         )
-    return Call(body, prompts, [_params(one, logprobs, vocab_size) for one in sampling])
-
-
-def _params(given: Sampling, logprobs: int | None, vocab_size: int) -> SamplingParams:
-    """Checked parameters; how many logprobs there are, the call says."""
-    if isinstance(given, SamplingParams):
-        values = {**msgspec.structs.asdict(given), "logprobs": logprobs}
-        return _convert(values, SamplingParams).check(vocab_size)
     spelled: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in (given or {}).items():
         name = _SYNONYMS.get(name, name)
         if name in spelled:
             raise BadRequest(f"{name} is given twice", param=name)
         spelled[name] = value
-    return native_protocol.sampling_params(_convert(spelled, NativeSampling), logprobs, vocab_size)
+    return spelled
 
 
-def _convert(values: dict[str, Any], kind: type[T]) -> T:
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as e:
-        raise BadRequest(str(e)) from None
-
-
-def _check_encodable(prompt: Prompt) -> None:
+def check_encodable(prompt: Prompt) -> None:
+    """Raise BadRequest for what cannot be sent to another process."""
     try:
         messages.encode([prompt])
     except UnicodeEncodeError:
@@ -98,77 +71,61 @@ def _check_encodable(prompt: Prompt) -> None:
         raise BadRequest(f"a chat message holds what JSON cannot: {e}") from None
 
 
-async def gather(
-    service: Service, gate: asyncio.Semaphore, call: Call, done: Callable[[], None]
-) -> list[Generated]:
-    """All choices of all prompts, prompt by prompt. The first error cancels the rest and is raised.
+def one_prompt(service: Service, prompt: Any, add_special_tokens: bool = True) -> Prompt:
+    """A text, token ids, or a chat's messages. Raises BadRequest."""
+    found: Prompt
+    if isinstance(prompt, str):
+        found = TextPrompt(prompt, add_special_tokens)
+    elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        found = chat_of({"messages": prompt})
+    else:
+        found = service.ids_prompt(_convert(prompt, list[int], "prompt"), "prompt")
+    check_encodable(found)
+    return found
 
-    The prompts run side by side, as many as `gate` lets in; `done` is called after each.
-    """
-    tasks = [asyncio.create_task(_whole(service, gate, one, done)) for one in _split(call)]
+
+def is_list(prompt: Any) -> bool:
+    """Whether this is several prompts (texts or lists of token ids), and not one."""
+    return isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+
+
+def embedding(service: Service, prompt: Any, pooling: str | None, cache_salt: str | None) -> list[Work]:
+    """The work of embedding one prompt or a list of them. Raises BadRequest."""
+    prompts = [one_prompt(service, one) for one in (prompt if is_list(prompt) else [prompt])]
+    checked = pooled(service, pooling)
+    return [Work(one, checked, namespace(cache_salt)) for one in prompts]
+
+
+def pooled(service: Service, pooling: str | None) -> params.SamplingParams:
+    """The parameters that ask for a prompt's hidden state. Raises BadRequest."""
+    values = {"max_tokens": 0, "pooling": pooling or service.config.pooling}
+    return _convert(values, params.SamplingParams).check(service.source.vocab_size)
+
+
+def _call(
+    service: Service, body: GenerateRequest, prompts: Sequence[Prompt], sampling: Sampling | list[Sampling]
+) -> Call:
+    for prompt in prompts:
+        check_encodable(prompt)
+    if isinstance(sampling, (list, tuple)):
+        body.sampling_params = [_convert(native(one), NativeSampling) for one in sampling]
+    else:
+        body.sampling_params = _convert(native(sampling), NativeSampling)
+    checked = generation.sampling_params(body, len(prompts), service.source.vocab_size)
+    return Call(body, prompts, checked, _names(body.rid, len(prompts)))
+
+
+def _names(rid: str | list[str] | None, count: int) -> list[str] | None:
+    """A name for each prompt. One name for several prompts is told apart by a number."""
+    if rid is None:
+        return None
+    if isinstance(rid, str):
+        rid = [rid] if count == 1 else [f"{rid}_{i}" for i in range(count)]
+    return [*generation.names(rid, count)]
+
+
+def _convert(values: Any, kind: type[T], param: str | None = None) -> T:
     try:
-        return [choice for choices in await asyncio.gather(*tasks) for choice in choices]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _split(call: Call) -> list[Call]:
-    """A call for each prompt. One rid for all is told apart by a number."""
-    count = len(call.prompts)
-    rids = call.body.rid
-    if isinstance(rids, str) and count > 1:
-        rids = [f"{rids}_{i}" for i in range(count)]
-    if not isinstance(rids, list):
-        rids = [rids] * count  # type: ignore[list-item]
-    if len(rids) != count:
-        raise BadRequest(
-            f"rid must have one entry for each of the {count} prompts, got {len(rids)}", param="rid"
-        )
-    return [
-        Call(msgspec.structs.replace(call.body, text=None, input_ids=None, rid=rid), [prompt], [params])
-        for rid, prompt, params in zip(rids, call.prompts, call.params, strict=True)
-    ]
-
-
-async def _whole(
-    service: Service, gate: asyncio.Semaphore, call: Call, done: Callable[[], None]
-) -> list[Generated]:
-    async with gate:
-        streams, shape = generation.start(service, *call)
-        async for _ in _events(streams, shape):
-            pass
-    done()
-    whole = shape.whole()
-    return whole if isinstance(whole, list) else [whole]
-
-
-async def pieces(
-    service: Service, gate: asyncio.Semaphore, call: Call
-) -> AsyncGenerator[list[Generated], None]:
-    """Each choice again and again, each time all of it so far; the last time with its finish reason."""
-    async with gate:
-        streams, shape = generation.start(service, *call)
-        async for batch in _events(streams, shape):
-            if generated := list(shape.deltas(batch)):
-                yield generated
-
-
-async def _events(
-    streams: Sequence[Stream], shape: generation.NativeShape
-) -> AsyncIterator[list[tuple[int, Started | Read | Chunk]]]:
-    """What the streams bring, once `shape` has it. Raises the first error; aborts what is left early."""
-    try:
-        async for batch in merge(streams):
-            events = []
-            for i, event in batch:
-                if not isinstance(event, Ended):
-                    shape.outcome.add(i, event)
-                    events.append((i, event))
-                elif event.error is not None:
-                    raise from_info(event.error)
-            yield events
-    finally:
-        for stream in streams:
-            stream.cancel()
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as e:
+        raise BadRequest(f"{param}: {e}" if param else str(e), param=param) from None

@@ -24,9 +24,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `temperature == 0` is greedy. `top_k` 0 and -1 are off. Without a `seed` one is drawn per request.
     `logprobs` is None for none, else the number of alternatives (0 to 20); values are natural logarithms of
     the model's own distribution, before temperature, penalties, biases and filters. With `logprob_start` the
-    prompt's tokens from that index on get theirs too (the first token of all has none), and `logprob_ids` are
-    further tokens to be told at every place. `max_tokens` 0 computes the prompt and nothing else; only then
-    `pooling` may ask for the prompt's hidden state instead of logprobs: its last token's, or the mean.
+    prompt's tokens from that index on get theirs too (the first token of all has none; one at or beyond the
+    prompt's end asks for none of them), and `logprob_ids` are further tokens to be told at every place.
+    `max_tokens` 0 computes the prompt and nothing else; only then `pooling` may ask for the prompt's hidden
+    state instead of logprobs: its last token's, or the mean.
     """
 
     max_tokens: int | None = None
@@ -50,13 +51,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprob_ids: list[int] = []
     pooling: Literal["last", "mean"] | None = None
 
-    @property
-    def reads_prompt_from(self) -> int | None:
-        """The first prompt position whose hidden state is read for more than the last token's logits; None if
-        there is none. A prefix may be taken from the cache up to there (DESIGN: at most max(0, s - 1))."""
+    def reads_from(self, prompt_tokens: int) -> int:
+        """The first prompt position whose hidden state is read for more than the last token's logits; -1 if
+        there is none. A prefix may be taken from the cache up to there (at most max(0, s - 1) tokens)."""
         if self.pooling == "mean":
             return 0
-        return None if self.logprob_start is None else max(0, self.logprob_start - 1)
+        start = -1 if self.logprob_start is None else max(0, self.logprob_start - 1)
+        return start if start < prompt_tokens - 1 else -1
 
     @property
     def penalised(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
@@ -35,6 +36,7 @@ def serve(config: Config, resolve: Callable[[Config], ModelSource], roles: Mappi
         with signals.caught(), listen(config.host, config.port) as listener:
             source = resolve(config)
             chosen = _chosen(config, source, listener.getsockname()[1])
+            _warn_if_open(config, listener.getsockname()[0])
             with Launcher(config, source, roles, listener) as launcher:
                 signals.to = launcher.interrupt
                 return _supervise(launcher, config, chosen, began)
@@ -120,6 +122,12 @@ class _Signals:
         self.to(number)
 
 
+def url(host: str, port: int) -> str:
+    """Where a client on this machine reaches a server that listens on `host`."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
+
+
 def _raise(number: int) -> None:
     raise Interrupted(number)
 
@@ -127,11 +135,21 @@ def _raise(number: int) -> None:
 def _chosen(config: Config, source: ModelSource, port: int) -> dict[str, str]:
     """What is known without the processes."""
     name = config.served_model_name or source.name
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     return {
-        "listening": f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        "listening": url(config.host, port),
         "model": f"{name} ({source.architecture}, {source.format}): {source.path}",
     }
+
+
+def _warn_if_open(config: Config, address: str) -> None:
+    if config.api_key is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        with contextlib.suppress(OSError):
+            print(
+                f"sapwood: warning: whoever reaches {address} may use this server, as it has no --api-key "
+                "(better set as SAPWOOD_API_KEY)",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _scheduling(config: Config) -> str:

@@ -10,18 +10,42 @@ import gguf
 import numpy as np
 import torch
 
-from sapwood.srt.loader.gguf_model import hf_name
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.spec import tensor_shapes
-from tests.models import CONFIG, random_tensors, tiny_tokenizer
+from tests.models import CONFIG, FAMILIES, random_tensors, tiny_tokenizer
 
 KINDS = {
-    "f32": gguf.GGMLQuantizationType.F32,
-    "f16": gguf.GGMLQuantizationType.F16,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
-    "q4_0": gguf.GGMLQuantizationType.Q4_0,
-    "q4_1": gguf.GGMLQuantizationType.Q4_1,
-    "q5_0": gguf.GGMLQuantizationType.Q5_0,
+    name: gguf.GGMLQuantizationType[name.upper()]
+    for name in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4")
+}
+
+ARCHITECTURES = {family: family for family in FAMILIES} | {"mistral": "llama"}
+"""Family → `general.architecture`."""
+
+_OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -31,86 +55,117 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
-def own_names(config: dict[str, Any]) -> dict[str, str]:
-    """Hugging Face name → GGUF name of every tensor of the config."""
-    outside = ["token_embd.weight", "output_norm.weight", "output.weight"]
-    stems = [
-        "attn_norm",
-        "attn_q",
-        "attn_k",
-        "attn_v",
-        "attn_output",
-        "ffn_norm",
-        "ffn_gate",
-        "ffn_up",
-        "ffn_down",
-    ]
-    inside = [
-        f"blk.{i}.{s}.{kind}"
-        for i in range(config["num_hidden_layers"])
-        for s in stems
-        for kind in ("weight", "bias")
-    ]
-    return {hf_name(name): name for name in outside + inside}
+def own_name(name: str, family: str) -> str:
+    """The GGUF name of a Hugging Face tensor."""
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    _model, _layers, index, *middle, kind = name.split(".")
+    stems = _IN_LAYER | (_GEMMA_NORMS if family == "gemma3" else {})
+    return f"blk.{index}.{stems['.'.join(middle)]}.{kind}"
+
+
+def family_config(family: str, **overrides: Any) -> dict[str, Any]:
+    """The Hugging Face config of a tiny model; None removes a key."""
+    return {k: v for k, v in {**CONFIG, **FAMILIES[family], **overrides}.items() if v is not None}
 
 
 def tiny_gguf(
     path: Path,
     *,
+    family: str = "llama",
     kind: str = "f32",
     kinds: dict[str, str] | None = None,
     metadata: dict[str, Any] | None = None,
     drop: tuple[str, ...] = (),
+    extra: dict[str, np.ndarray] | None = None,
+    parts: int = 1,
     **overrides: Any,
 ) -> dict[str, torch.Tensor]:
-    """Write the tiny Llama of tests.models as a GGUF file and return the tensors that went in.
+    """Write a tiny model of tests.models as a GGUF file and return the tensors that went in.
 
     Matrices are stored as `kind`, those whose GGUF name contains a key of `kinds` as its value; `metadata`
-    replaces entries (None removes one); tensors whose GGUF name is in `drop` are left out.
+    replaces entries (None removes one); tensors whose GGUF name is in `drop` are left out, those of `extra`
+    added. With several `parts`, `path` is the stem of their names. `overrides` change the config.
     """
-    config = {k: v for k, v in {**CONFIG, **overrides}.items() if v is not None}
+    config = family_config(family, **overrides)
     tensors = random_tensors(config, 0, torch.float32)
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in {**_metadata(config), **(metadata or {})}.items():
-        if value is not None:
-            _add(writer, key, value)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    names = own_names(config)
+    stored: dict[str, tuple[np.ndarray, str]] = {}
     for name in tensor_shapes(spec_of(config)):
-        own, values = names[name], tensors[name].numpy()
-        if own in drop:
-            continue
-        stem = own.split(".")[-2]
-        if stem in heads:
-            values = interleave(values, heads[stem])
-        stored = next((k for part, k in (kinds or {}).items() if part in own), kind)
-        if values.ndim == 1:
-            stored = "f32"
-        writer.add_tensor(own, gguf.quants.quantize(values, KINDS[stored]), raw_dtype=KINDS[stored])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        own = own_name(name, family)
+        values = as_stored(tensors[name].numpy(), own, family, config)
+        chosen = next((k for part, k in (kinds or {}).items() if part in own), kind)
+        stored[own] = values, ("f32" if values.ndim == 1 else chosen)
+    stored = {name: entry for name, entry in stored.items() if name not in drop}
+    stored |= {name: (values, "f32") for name, values in (extra or {}).items()}
+    everything = {**gguf_metadata(config, ARCHITECTURES[family]), **(metadata or {})}
+    write_gguf(path, ARCHITECTURES[family], everything, stored, parts)
     return tensors
 
 
-def _metadata(config: dict[str, Any]) -> dict[str, Any]:
+def as_stored(values: np.ndarray, own: str, family: str, config: dict[str, Any]) -> np.ndarray:
+    """A Hugging Face tensor's values as the converter keeps them."""
+    stem = own.split(".")[-2]
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if ARCHITECTURES[family] == "llama" and stem in heads:
+        return interleave(values, heads[stem])
+    if family == "gemma3" and stem.endswith("norm"):
+        return values + np.float32(1)
+    return values
+
+
+def write_gguf(
+    path: Path,
+    arch: str,
+    metadata: dict[str, Any],
+    tensors: dict[str, tuple[np.ndarray, str]],
+    parts: int = 1,
+) -> None:
+    """One file or, with several `parts`, files `<path>-0000i-of-0000n.gguf` that share the tensors."""
+    for index in range(parts):
+        file = path if parts == 1 else path.with_name(f"{path.name}-{index + 1:05}-of-{parts:05}.gguf")
+        writer = gguf.GGUFWriter(file, metadata.get("general.architecture", arch))
+        for key, value in (metadata if index == 0 else {}).items():
+            if value is not None and key != "general.architecture":
+                _add(writer, key, value)
+        if parts > 1:
+            writer.add_uint16("split.no", index)
+            writer.add_uint16("split.count", parts)
+            writer.add_int32("split.tensors.count", len(tensors))
+        for name, (values, kind) in list(tensors.items())[index::parts]:
+            writer.add_tensor(name, gguf.quants.quantize(values, KINDS[kind]), raw_dtype=KINDS[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def gguf_metadata(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    """What the converter writes of a config and of the tiny tokenizer."""
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    own = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.freq_base": config["rope_theta"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+    }
+    if arch in ("llama", "phi3"):
+        own["rope.dimension_count"] = int(head_dim * config.get("partial_rotary_factor", 1.0))
+    if config["architectures"][0].startswith(("Gemma3", "Mistral", "Phi3")):
+        own["attention.sliding_window"] = config.get("sliding_window", 0)
+    return {f"{arch}.{key}": value for key, value in own.items()} | _tokenizer(config)
+
+
+def _tokenizer(config: dict[str, Any]) -> dict[str, Any]:
     tokenizer = tiny_tokenizer()
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     return {
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.key_length": config["head_dim"],
-        "llama.attention.value_length": config["head_dim"],
-        "llama.rope.dimension_count": config["head_dim"],
-        "llama.rope.freq_base": config["rope_theta"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": [token for token, _ in vocab],
@@ -132,3 +187,20 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
     elif isinstance(value, list):
         writer.add_array(key, value)
+
+
+def spm_metadata(pieces: dict[str, float], **more: Any) -> dict[str, Any]:
+    """The metadata of a small SentencePiece vocabulary: three control tokens, 256 bytes, then `pieces` with
+    their scores. `more` are further keys of `tokenizer.ggml`."""
+    control, byte = ["<unk>", "<s>", "</s>"], [f"<0x{b:02X}>" for b in range(256)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [*control, *byte, *pieces],
+        "tokenizer.ggml.scores": [*[0.0] * 259, *pieces.values()],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
+    }

@@ -44,6 +44,58 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": IM_END,
 }
 
+NULL: Any = ...
+"""A config entry that is there, and null."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "tie_word_embeddings": False,
+        "sliding_window": 24,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "head_dim": None,
+        "use_sliding_window": False,
+        "sliding_window": 24,
+        "max_window_layers": 1,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 24,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 2,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 20,
+        "num_hidden_layers": 3,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 24,
+        "sliding_window_pattern": 3,
+    },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "head_dim": None,
+        "original_max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "sliding_window": 24,
+    },
+}
+"""What each family's `tiny` model has other than `CONFIG`; None removes a key."""
+
 _TEXT = [
     "The sapwood of a tree carries water from the root to the leaf, and each ring tells of one year.",
     "A river is a stream of water that flows to the sea; rivers and streams meet in the plain below.",
@@ -85,11 +137,13 @@ def tiny_llama(
 ) -> Path:
     """Write a small random Llama as a Hugging Face folder: two layers, a ChatML template, EOS `<|im_end|>`.
 
-    `overrides` replace entries of `CONFIG` (None removes one); `generation` becomes generation_config.json.
+    `overrides` replace entries of `CONFIG` (None removes one, `NULL` makes it null); `generation` becomes
+    generation_config.json.
     The weights are the same for the same seed and sizes; they are written with the given `dtype`.
     """
     path.mkdir(parents=True, exist_ok=True)
-    config = {k: v for k, v in {**CONFIG, **overrides}.items() if v is not None}
+    config = {**CONFIG, **overrides}
+    config = {k: None if v is NULL else v for k, v in config.items() if v is not None}
     (path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
@@ -102,13 +156,22 @@ def tiny_llama(
     return path
 
 
+def tiny(path: Path, family: str, **overrides: Any) -> Path:
+    """Write a small random model of a family of `FAMILIES`, which transformers can load too.
+
+    `overrides` replace entries of its config, or are options, as those of `tiny_llama`.
+    """
+    return tiny_llama(path, **{**FAMILIES[family], **overrides})
+
+
 def random_tensors(config: dict[str, Any], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every tensor that the config asks for; norms are near one, matrices keep their input's scale."""
+    """Every tensor that the config asks for: norms multiply by about one, matrices keep the input's scale."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in tensor_shapes(spec_of(config)).items():
+    tensors, spec = {}, spec_of(config)
+    one = 0 if spec.norm_offset else 1
+    for name, shape in tensor_shapes(spec).items():
         values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        tensors[name] = (values + 1 if name.endswith("norm.weight") else values).to(dtype)
+        tensors[name] = (values + one if name.endswith("norm.weight") else values).to(dtype)
     return tensors
 
 

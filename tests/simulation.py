@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from sapwood.srt import messages
-from sapwood.srt.config import ModelSource, make
+from sapwood.srt.config import Config, ModelSource, make
 from sapwood.srt.messages import (
     Admitted,
     Answer,
     Ask,
     Cancel,
     Done,
+    PromptRead,
     Refused,
+    RowRead,
+    RowStart,
     Step,
     StepResult,
     StopAt,
     Submit,
+    TokenLogprob,
     Tokens,
 )
 from sapwood.srt.params import SamplingParams
@@ -62,6 +67,26 @@ def expected(prompt: list[int], params: SamplingParams, seed: int, choice: int, 
     return output
 
 
+def fake_logprob(value: int, token: int) -> float:
+    """What is told of a token that comes after the prefix of that chain value."""
+    return -float(((value ^ token * 0x9E3779B9) >> 7) % 1_000_003)
+
+
+def expected_reads(prompt: list[int], params: SamplingParams) -> tuple[dict[int, float], bytes]:
+    """The values of the prompt's tokens by index, and what is pooled, computed plainly."""
+    values = [0]
+    for token in prompt:
+        values.append(chain(values[-1], token))
+    if params.pooling is not None:
+        return {}, pooled(params.pooling, values[1:])
+    start = len(prompt) if params.logprob_start is None else max(1, params.logprob_start)
+    return {i: fake_logprob(values[i], prompt[i]) for i in range(start, len(prompt))}, b""
+
+
+def pooled(how: str, values: list[int]) -> bytes:
+    return (values[-1] if how == "last" else sum(values)).to_bytes(16, "little")
+
+
 class SimulatedWorker:
     """Checks each Step as it runs it: rows, positions and slots must fit what came before."""
 
@@ -70,6 +95,9 @@ class SimulatedWorker:
         self.table = np.zeros((rows, max_tokens + 2), dtype=np.int64)
         self.starts: dict[int, Any] = {}
         self.last: dict[int, int] = {}
+        self.unread: dict[int, int] = {}
+        """By row: the next prompt index to be told."""
+        self.sums: dict[int, list[int]] = {}
         self.computed = 0
         self.number = 0
         self.fail_rows: set[int] = set()
@@ -82,6 +110,7 @@ class SimulatedWorker:
         for start in step.admitted:
             assert start.row not in self.starts, "a row was admitted twice"
             self.starts[start.row] = start
+            self._admit_reading(start)
             prefix = messages.unpack(start.prefix)
             self.table[start.row, : len(prefix)] = prefix
         rows, starts = messages.unpack(step.rows), messages.unpack(step.starts)
@@ -91,15 +120,18 @@ class SimulatedWorker:
         assert len(set(slots.tolist())) == len(slots), "a slot was given to two tokens"
         sampled: list[int] = []
         errors = []
+        reads = []
         at = 0
         for row, first, count, wanted in zip(rows, starts, counts, samples, strict=True):
             value = 0 if first == 0 else self.content[self.table[row, first - 1]]
+            values = []
             for k in range(count):
                 token = int(ids[at])
                 if token < 0:
                     assert count == 1
                     token = self.last[int(row)]
                 value = chain(value, token)
+                values.append(value)
                 self.content[slots[at]] = value
                 self.table[row, first + k] = slots[at]
                 at += 1
@@ -109,11 +141,41 @@ class SimulatedWorker:
             if new:
                 self.last[int(row)] = new[0]
             sampled += new
+            reads += self._read(int(row), int(first), values)
             if int(row) in self.fail_rows:
                 errors.append(
                     messages.RowError(int(row), messages.ErrorInfo(500, "server_error", "x", "bad"))
                 )
-        return StepResult(step.number, messages.pack(sampled), {}, errors, 0.001)
+        return StepResult(step.number, messages.pack(sampled), {}, errors, 0.001, reads)
+
+    def _admit_reading(self, start: RowStart) -> None:
+        params, matched = start.params, len(start.prefix) // 4
+        self.unread[start.row] = start.read_from
+        self.sums[start.row] = []
+        if start.read_from >= 0:
+            assert params.logprob_start is not None
+            assert matched < start.read_from, "a position that is read came from the cache"
+        if params.pooling == "mean":
+            assert matched == 0, "a mean began in the middle"
+
+    def _read(self, row: int, first: int, values: list[int]) -> list[RowRead]:
+        """What the chunk whose chain values these are gives of its row's prompt."""
+        start, told = self.starts[row], self.unread[row]
+        reads = []
+        end = min(first + len(values) + 1, start.prompt_len)
+        if 0 <= told < end:
+            prompt = messages.unpack(start.history).tolist()
+            got = [
+                TokenLogprob(prompt[i], fake_logprob(values[i - 1 - first], prompt[i]))
+                for i in range(told, end)
+            ]
+            reads.append(RowRead(row, told, got))
+            self.unread[row] = end
+        if start.params.pooling is not None:
+            self.sums[row] += values
+            if first + len(values) == start.prompt_len:
+                reads.append(RowRead(row, pooled=pooled(start.params.pooling, self.sums[row])))
+        return reads
 
 
 @dataclass
@@ -125,6 +187,9 @@ class Client:
     refused: Refused | None = None
     output: dict[int, list[int]] = field(default_factory=dict)
     done: dict[int, Done] = field(default_factory=dict)
+    reads: dict[int, TokenLogprob] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    pooled: bytes = b""
 
     @property
     def finished(self) -> bool:
@@ -141,22 +206,42 @@ class World:
             vocab_size=VOCAB, context_length=context, eos_ids=[EOS], tokenizer_file=None,
             chat_template=None, template_vars={}, sampling_defaults={},
         )  # fmt: skip
+        self.worker = SimulatedWorker(num_slots, config.max_running_requests, context)
+        self.begin(config, source, num_slots, self.worker.run)
+
+    def begin(
+        self, config: Config, source: ModelSource, num_slots: int, run: Callable[[Step], StepResult]
+    ) -> None:
+        """An empty scheduler for the model, in front of a worker that answers a step by `run`."""
+        self.source = source
         self.state = make_state(config, source, num_slots)
         self.sent: deque[Step] = deque()
-        self.worker = SimulatedWorker(num_slots, config.max_running_requests, context)
+        self.run_step = run
         self.scheduler = Scheduler(self.state, self._send)
         self.clients: dict[int, Client] = {}
         self.steps: list[Step] = []
         self._key = 0
 
     def _send(self, step: Step) -> bool:
+        for start in step.admitted:
+            self._check_history(start)
         # Through the codec, as between processes.
         self.sent.append(messages.decode(messages.encode([step]))[0])
         self.steps.append(step)
         return True
 
+    def _check_history(self, start: RowStart) -> None:
+        """What the worker is told of a row's tokens is the prompt and what the client has of the output."""
+        client = self.clients[int(self.state.rows.key[start.row]) - start.choice]
+        assert len(client.submit.ids) // 4 == start.prompt_len
+        if start.params.penalised or start.read_from >= 0:
+            output = client.output.get(start.choice, [])
+            assert start.history == client.submit.ids + messages.pack(output), "another history"
+        else:
+            assert not start.history
+
     def submit(self, prompt: list[int], namespace: str = "", **params: Any) -> int:
-        checked = SamplingParams(**{"max_tokens": 8, "seed": 5, **params}).check(VOCAB)
+        checked = SamplingParams(**{"max_tokens": 8, "seed": 5, **params}).check(self.source.vocab_size)
         key, self._key = self._key, self._key + checked.n
         message = Submit(key, 0, f"r{key}", messages.pack(prompt), checked, namespace, 0.0)
         self.clients[key] = Client(message)
@@ -178,7 +263,7 @@ class World:
     def answer(self) -> None:
         """The worker runs the oldest step sent."""
         if self.sent:
-            self.scheduler.handle(self.worker.run(self.sent.popleft()))
+            self.scheduler.handle(self.run_step(self.sent.popleft()))
             self.collect()
 
     def turn(self, check: bool = True) -> None:
@@ -186,7 +271,18 @@ class World:
         self.collect()
         self.answer()
         if check:
-            self.state.check()
+            self.check()
+
+    def check(self) -> None:
+        """What holds between any two turns: each slot is in one place, told and untold values add up."""
+        self.state.check()
+        for key, request in self.state.requests.items():
+            params = request.params
+            if params.logprob_start is None:
+                continue
+            first, end = max(1, params.logprob_start), len(request.prompt)
+            told = len(self.clients[key].reads)
+            assert request.reads_from == (first + told - 1 if first + told < end else -1)
 
     def run(self, turns: int = 10_000, check: bool = True) -> None:
         """Until nothing is left to do; fails if it takes more than `turns`."""
@@ -204,11 +300,15 @@ class World:
     def _receive(self, message: Any) -> None:
         if isinstance(message, Tokens):
             keys = np.frombuffer(message.keys, dtype="<i8")
-            for key, token in zip(keys.tolist(), messages.unpack(message.ids).tolist(), strict=True):
+            for i, (key, token) in enumerate(
+                zip(keys.tolist(), messages.unpack(message.ids).tolist(), strict=True)
+            ):
                 base = max(k for k in self.clients if k <= key)
                 client = self.clients[base]
                 assert key - base not in client.done, "a token after Done"
                 client.output.setdefault(key - base, []).append(token)
+                if i in message.logprobs:
+                    client.logprobs.setdefault(key - base, []).append(message.logprobs[i])
             return
         if isinstance(message, Answer):
             assert message.error is None
@@ -217,6 +317,10 @@ class World:
         if isinstance(message, Admitted):
             assert client.admitted is None
             client.admitted = message
+        elif isinstance(message, PromptRead):
+            assert client.admitted is not None
+            assert not client.output, "a prompt's values after its output"
+            self._take_read(client, message)
         elif isinstance(message, Refused):
             assert not client.finished
             client.refused = message
@@ -225,9 +329,25 @@ class World:
             client.done[message.choice] = message
             client.output.setdefault(message.choice, [])
 
-    def expect(self, key: int) -> None:
-        """The client's whole answer is what the plain recurrence gives."""
-        client = self.clients[key]
+    @staticmethod
+    def _take_read(client: Client, message: PromptRead) -> None:
+        prompt = messages.unpack(client.submit.ids)
+        for i, value in enumerate(message.logprobs, message.start):
+            assert i not in client.reads, "a value was told twice"
+            assert not client.reads or i - 1 in client.reads, "a value was left out"
+            assert value.id == prompt[i]
+            client.reads[i] = value
+        if message.pooled:
+            assert not client.pooled, "two hidden states"
+            client.pooled = message.pooled
+
+    def expect(self, key: int, cut: Mapping[int, int | None] | None = None) -> None:
+        """The client's answer is what the plain recurrence gives.
+
+        `cut` holds the choices that were cut while they ran, with the output token at which they were
+        stopped (None: cancelled); all others are whole.
+        """
+        client, cut = self.clients[key], cut or {}
         params = client.submit.params
         assert client.refused is None
         assert client.finished
@@ -236,8 +356,21 @@ class World:
         room = self.state.max_request_tokens - len(prompt)
         for choice in range(params.n):
             want = expected(prompt, params, params.seed, choice, room)
-            assert client.output[choice] == want, (key, choice)
-            assert client.done[choice].n == len(want)
+            output, done = client.output[choice], client.done[choice]
+            assert output == want[: len(output)], (key, choice)
+            if choice not in cut:
+                assert (len(output), done.n) == (len(want), len(want)), (key, choice)
+                continue
+            stopped_at = cut[choice]
+            assert done.reason == ("abort" if stopped_at is None else "stop"), (key, choice)
+            assert done.n == (len(output) if stopped_at is None else stopped_at) <= len(output), (key, choice)
+        reads = {i: value.logprob for i, value in client.reads.items()}
+        values, state = expected_reads(prompt, params)
+        if None not in cut.values():
+            assert (reads, client.pooled) == (values, state), key
+        else:
+            assert reads.items() <= values.items(), key
+            assert client.pooled in (b"", state), key
 
     def idle(self) -> None:
         """Nothing runs, nothing waits, and every slot is free or cached."""

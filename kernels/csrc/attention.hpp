@@ -43,7 +43,9 @@ void for_each_block(const Attention &args, Visit visit) {
             block.queries = least(most_queries, count - done);
             block.rows = block.queries * group;
             block.heads = block.rows < ALL_HEADS_BELOW ? args.hkv : 1;
-            block.tiles = ceil_div(block.position + block.queries, TILE);
+            block.window = args.window;
+            block.first_tile = block.begin_tile(0);
+            block.end_tile = ceil_div(block.position + block.queries, TILE);
             block.split = -1;
             for (block.head = 0; block.head < args.hkv; block.head += block.heads) visit(block);
         }
@@ -57,8 +59,8 @@ inline Plan make_plan(const Attention &args, int threads) {
     int64_t tiles = 0;
     for_each_block(args, [&](const Block &block) {
         plan.num_blocks++;
-        tiles += block.tiles;
-        plan.units += block.tiles * block.heads;
+        tiles += block.tiles();
+        plan.units += block.tiles() * block.heads;
     });
     const int64_t want = PIECES_PER_THREAD * threads;
     const bool few = threads > 1 && plan.num_blocks < want;
@@ -67,15 +69,15 @@ inline Plan make_plan(const Attention &args, int threads) {
     plan.pieces = pieces.of<Piece>((size_t)(plan.num_blocks + (few ? tiles : 0)));
     int64_t at = 0;
     for_each_block(args, [&](Block block) {
-        const int64_t floats = block.tiles * block.heads * partial_floats(block.rows, padded(args.d));
-        const bool split = block.tiles > length && plan.split_floats + floats <= MAX_SPLIT_FLOATS;
+        const int64_t floats = block.tiles() * block.heads * partial_floats(block.rows, padded(args.d));
+        const bool split = block.tiles() > length && plan.split_floats + floats <= MAX_SPLIT_FLOATS;
         if (split) {
             block.split = plan.split_floats;
             plan.split_floats += floats;
         }
-        for (int64_t begin = 0; begin < block.tiles; begin += split ? length : block.tiles)
-            plan.pieces[plan.num_pieces++] = {at, begin,
-                                              split ? least(begin + length, block.tiles) : block.tiles};
+        const int64_t end = block.end_tile, step = split ? length : block.tiles();
+        for (int64_t begin = block.first_tile; begin < end; begin += step)
+            plan.pieces[plan.num_pieces++] = {at, begin, least(begin + step, end)};
         plan.blocks[at++] = block;
     });
     return plan;
@@ -91,7 +93,8 @@ void run_piece(const Attention &args, const Block &block, int64_t begin, int64_t
     for (int64_t tile = begin; tile < end; tile++)
         for (int64_t h = 0; h < block.heads; h++) {
             space.gather(tile, h, end);
-            float *memory = kept ? kept + (tile * block.heads + h) * floats : space.scratch_partial;
+            const int64_t place = (tile - block.first_tile) * block.heads + h;
+            float *memory = kept ? kept + place * floats : space.scratch_partial;
             Partial partial(memory, block.rows, space.width);
             space.compute(tile, h, partial);
             if (!kept) merge(block, tile, space.width, partial, space.running(h));
@@ -104,9 +107,9 @@ inline void merge_kept(const Attention &args, const Block &block, float *kept) {
     const int64_t width = padded(args.d), floats = partial_floats(block.rows, width);
     for (int64_t h = 0; h < block.heads; h++) {
         Partial sum(kept + h * floats, block.rows, width);
-        for (int64_t tile = 1; tile < block.tiles; tile++)
-            merge(block, tile, width, Partial(kept + (tile * block.heads + h) * floats, block.rows, width),
-                  sum);
+        for (int64_t i = 1; i < block.tiles(); i++)
+            merge(block, block.first_tile + i, width,
+                  Partial(kept + (i * block.heads + h) * floats, block.rows, width), sum);
         finish(args, block, h, width, sum);
     }
 }

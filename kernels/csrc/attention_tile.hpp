@@ -1,12 +1,13 @@
 // The arithmetic of attention: one algorithm for each (query, tile of 64 positions).
 //
 //   score[j]  = (chain of multiply-adds over head_dim in order) * scale
-//   max       = largest score of the positions that the query sees
+//   max       = largest score of the positions that the query sees: all up to its own, or the last `window`
 //   p[j]      = e ** (score[j] - max), exactly 0 where it does not see
 //   sum       = of p, lane by lane, then across lanes
 //   out[c]    = chain of multiply-adds of p[j] * v[j][c], j in order, over what the query sees
 //
-// and partial results (max, sum, out) are merged in tile order with one formula.
+// and partial results (max, sum, out) are merged in tile order with one formula, from the first tile that the
+// query sees.
 #pragma once
 
 #include "elementwise.hpp"
@@ -25,15 +26,27 @@ struct Block {
     const int32_t *slots;              // of the row, by position
     int64_t token, position, queries;  // the first query's place in qkv and in the sequence
     int64_t rows, head, heads;         // query rows for each KV head; first KV head, and how many
-    int64_t tiles, split;              // tiles it sees; where its partial results lie if it is cut, else -1
+    int64_t window;                    // positions that a query sees, its own included; 0: all up to its own
+    int64_t first_tile, end_tile;      // tiles that any query sees
+    int64_t split;                     // where its partial results lie if it is cut, else -1
 
+    int64_t tiles() const { return end_tile - first_tile; }
     int64_t group() const { return rows / queries; }
-    // Positions of the tile that query row r sees.
+    // Query row r sees the positions of the tile from `hidden` up to `seen`.
     int64_t seen(int64_t tile, int64_t r) const {
         return least(TILE, most(0, position + r / group() + 1 - tile * TILE));
     }
-    // The first query row that sees anything of the tile.
+    int64_t hidden(int64_t tile, int64_t r) const {
+        return window ? least(TILE, most(0, oldest(r) - tile * TILE)) : 0;
+    }
+    // The first position and tile that query row r sees.
+    int64_t oldest(int64_t r) const { return window ? most(0, position + r / group() + 1 - window) : 0; }
+    int64_t begin_tile(int64_t r) const { return oldest(r) / TILE; }
+    // The query rows that see anything of the tile: from first_row up to end_row.
     int64_t first_row(int64_t tile) const { return most(0, tile * TILE - position) * group(); }
+    int64_t end_row(int64_t tile) const {
+        return window ? least(queries, tile * TILE + TILE - 1 + window - position) * group() : rows;
+    }
 };
 
 SAPWOOD_INLINE int64_t padded(int64_t d) { return ceil_div(d, PANEL) * PANEL; }
@@ -54,12 +67,13 @@ SAPWOOD_INLINE float exp_one(float x) {
     return lanes[0];
 }
 
-// Takes a tile's partial result into the sum of those before it; tile 0 begins the sum.
+// Takes a tile's partial result into the sum of those before it; a query's first tile begins its sum.
 inline void merge(const Block &block, int64_t tile, int64_t width, const Partial &from, const Partial &into) {
-    for (int64_t r = block.first_row(tile); r < block.rows; r++) {
+    const int64_t end = block.end_row(tile);
+    for (int64_t r = block.first_row(tile); r < end; r++) {
         float *to = into.out + r * width;
         const float *out = from.out + r * width;
-        if (tile == 0) {
+        if (tile == block.begin_tile(r)) {
             memcpy(to, out, (size_t)width * sizeof(float));
             into.max[r] = from.max[r];
             into.sum[r] = from.sum[r];
@@ -195,18 +209,19 @@ struct Workspace {
     }
 
     void compute(int64_t tile, int64_t h, const Partial &partial) const {
-        const int64_t begin = block.first_row(tile), rows = block.rows - begin;
+        const int64_t begin = block.first_row(tile), rows = block.end_row(tile) - begin;
         const Tiling tiling(rows);
         for (int64_t t = 0; t < tiling.tiles; t++) {
             const int64_t r = begin + tiling.begin(t);
             const int count = tiling.rows(t);
             score(tile, h, r, count);
-            for (int64_t i = r; i < r + count; i++) soften(block.seen(tile, i), i, partial);
+            for (int64_t i = r; i < r + count; i++)
+                soften(block.hidden(tile, i), block.seen(tile, i), i, partial);
             weigh(tile, r, count, partial);
         }
     }
 
-    // Unscaled scores of `count` query rows from r; beyond what is present they are meaningless.
+    // Unscaled scores of `count` query rows from r; of what a row does not see they are meaningless.
     void score(int64_t tile, int64_t h, int64_t r, int count) const {
         const int64_t panels = ceil_div(present(tile), PANEL);
         for (int64_t c = 0; c < chunks; c++) {
@@ -218,40 +233,54 @@ struct Workspace {
         }
     }
 
-    // Turns row r's scores into p, of which the query sees the first n.
-    void soften(int64_t n, int64_t r, const Partial &partial) const {
+    // Turns row r's scores into p, of which the query sees those from `begin` up to n.
+    void soften(int64_t begin, int64_t n, int64_t r, const Partial &partial) const {
         float *row = scores + r * TILE_STRIDE;
         const Vec scale = set1(args.scale), lowest = set1(-__builtin_inff());
+        const int64_t from = begin / LANES * LANES;
         Vec top = lowest, sum = zero();
-        for (int64_t j = 0; j < n; j += LANES) {
+        for (int64_t j = from; j < n; j += LANES) {
             Vec s = mul(load(row + j), scale);
             store(row + j, s);
-            top = max(top, pick(first((int)(n - j)), s, lowest));
+            s = pick(first((int)(n - j)), s, lowest);
+            if (j < begin) s = pick(first((int)(begin - j)), lowest, s);
+            top = max(top, s);
         }
         partial.max[r] = hmax(top);
         top = set1(partial.max[r]);
-        for (int64_t j = 0; j < n; j += LANES) {
+        for (int64_t j = from; j < n; j += LANES) {
             Vec p = keep(first((int)(n - j)), exp(sub(load(row + j), top)));
+            if (j < begin) p = pick(first((int)(begin - j)), zero(), p);
             store(row + j, p);
             sum = add(sum, p);
         }
         partial.sum[r] = hsum(sum);
     }
 
-    // The weighted values. Rows that see more than the first one go on alone: a product with 0 would not do,
-    // since it turns -0 into 0 and a later token's infinity into NaN.
+    // The weighted values. What only some of the rows see, each adds alone: a product with 0 would not do,
+    // since it turns -0 into 0 and a hidden token's infinity into NaN. Later rows see later positions.
     void weigh(int64_t tile, int64_t r, int count, const Partial &partial) const {
-        const int64_t shared = block.seen(tile, r);
-        add_values(r, count, 0, shared, partial);
-        for (int64_t i = r + 1; i < r + count; i++)
-            if (block.seen(tile, i) > shared) add_values(i, 1, shared, block.seen(tile, i), partial);
+        const int64_t last = r + count - 1;
+        const int64_t begin = block.hidden(tile, last), shared = block.seen(tile, r);
+        if (begin >= shared) {
+            for (int64_t i = r; i <= last; i++)
+                add_values(i, 1, block.hidden(tile, i), block.seen(tile, i), false, partial);
+            return;
+        }
+        const bool resume = block.hidden(tile, r) < begin;
+        for (int64_t i = r; resume && i <= last; i++)
+            add_values(i, 1, block.hidden(tile, i), begin, false, partial);
+        add_values(r, count, begin, shared, resume, partial);
+        for (int64_t i = r + 1; i <= last; i++)
+            if (block.seen(tile, i) > shared) add_values(i, 1, shared, block.seen(tile, i), true, partial);
     }
 
-    void add_values(int64_t r, int count, int64_t begin, int64_t end, const Partial &partial) const {
+    // Of the positions from `begin` up to `end`; an empty stretch gives 0.
+    void add_values(int64_t r, int count, int64_t begin, int64_t end, bool resume,
+                    const Partial &partial) const {
         for_panels(count, width / PANEL, [&](Micro<float> micro, int64_t panel) {
             micro(scores + r * TILE_STRIDE + begin, values + (panel * TILE + begin) * PANEL, TILE * PANEL,
-                  (int)(end - begin), begin > 0, partial.out + r * width + panel * PANEL, width,
-                  {values, 0, 0});
+                  (int)(end - begin), resume, partial.out + r * width + panel * PANEL, width, {values, 0, 0});
         });
     }
 

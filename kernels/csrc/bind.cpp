@@ -114,14 +114,18 @@ void call_silu_mul(Address gate_up, int64_t m, int64_t size, Address out) {
     table().silu_mul({at<float>(gate_up), m, size, at<float>(out)}, threads);
 }
 
+void call_gelu_tanh_mul(Address gate_up, int64_t m, int64_t size, Address out) {
+    table().gelu_tanh_mul({at<float>(gate_up), m, size, at<float>(out)}, threads);
+}
+
 int64_t call_rope_store(Address qkv, int64_t m, Address positions, Address slots, Address cos_sin,
-                        int64_t max_len, int64_t hq, int64_t hkv, int64_t d, Address k_pool, Address v_pool,
-                        int dtype, int64_t num_slots) {
+                        int64_t max_len, int64_t hq, int64_t hkv, int64_t d, int64_t rotary, Address k_pool,
+                        Address v_pool, int dtype, int64_t num_slots) {
     int64_t wrong = first_outside(at<int32_t>(positions), m, max_len);
     if (wrong < 0) wrong = first_outside(at<int32_t>(slots), m, num_slots);
     if (wrong < 0)
         table().rope_store({at<float>(qkv), m, at<int32_t>(positions), at<int32_t>(slots), at<float>(cos_sin),
-                            hq, hkv, d, at<void>(k_pool), at<void>(v_pool), Dtype(dtype)},
+                            hq, hkv, d, rotary, at<void>(k_pool), at<void>(v_pool), Dtype(dtype)},
                            threads);
     return wrong;
 }
@@ -144,8 +148,8 @@ int64_t wrong_row(const Attention &args, int64_t m, int64_t num_slots, int64_t m
 
 int64_t call_attend(Address qkv, int64_t m, Address k_pool, Address v_pool, int dtype, int64_t num_slots,
                     Address slot_table, int64_t max_rows, int64_t max_len, Address rows, Address starts,
-                    Address counts, int64_t num_rows, int64_t hq, int64_t hkv, int64_t d, float scale,
-                    Address out) {
+                    Address counts, int64_t num_rows, int64_t hq, int64_t hkv, int64_t d, int64_t window,
+                    float scale, Address out) {
     const Attention args = {at<float>(qkv),
                             at<void>(k_pool),
                             at<void>(v_pool),
@@ -159,6 +163,7 @@ int64_t call_attend(Address qkv, int64_t m, Address k_pool, Address v_pool, int 
                             hq,
                             hkv,
                             d,
+                            window,
                             scale,
                             at<float>(out)};
     const int64_t wrong = wrong_row(args, m, num_slots, max_rows);
@@ -186,13 +191,15 @@ int64_t call_sample(Address logits, int64_t rows, int64_t vocab, Address source,
 }
 
 int64_t call_logprobs(Address logits, int64_t rows, int64_t vocab, Address source, Address ids, Address top,
-                      int64_t n, int64_t kmax, Address logprob, Address top_ids, Address top_values) {
+                      int64_t n, int64_t kmax, Address logprob, Address top_ids, Address top_values,
+                      Address norm) {
     int64_t wrong = first_outside(at<int32_t>(source), n, rows);
     if (wrong < 0) wrong = first_outside(at<int32_t>(ids), n, vocab);
     if (wrong < 0) wrong = first_outside(at<int32_t>(top), n, kmax + 1);
     if (wrong < 0)
         table().logprobs({at<float>(logits), vocab, at<int32_t>(source), at<int32_t>(ids), at<int32_t>(top),
-                          n, kmax, at<float>(logprob), at<int32_t>(top_ids), at<float>(top_values)},
+                          n, kmax, at<float>(logprob), at<int32_t>(top_ids), at<float>(top_values),
+                          at<double>(norm)},
                          threads);
     return wrong;
 }
@@ -209,6 +216,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("dequantise", &call_dequantise, work);
     m.def("rms_norm", &call_rms_norm, work);
     m.def("silu_mul", &call_silu_mul, work);
+    m.def("gelu_tanh_mul", &call_gelu_tanh_mul, work);
     m.def("rope_store", &call_rope_store, work);
     m.def("attend", &call_attend, work);
     m.def("adjust", &call_adjust, work);

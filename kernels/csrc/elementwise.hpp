@@ -41,16 +41,32 @@ void rms_norm(const Norm &args, int threads) {
     });
 }
 
-void silu_mul(const Silu &args, int threads) {
+template <class Activation>
+SAPWOOD_INLINE void gated(const Gated &args, int threads, Activation activation) {
     const int useful = threads_for(args.m * args.size * 4, threads);
     share(useful, args.m, fair_run(args.m, useful), [&](int64_t row) {
         const float *gate = args.gate_up + row * 2 * args.size, *up = gate + args.size;
         for (int64_t i = 0; i < args.size; i += LANES) {
             const int64_t left = args.size - i;
-            Vec g = load_upto(gate + i, left);
-            Vec silu = div(g, add(set1(1.0f), exp(sub(zero(), g))));
-            store_upto(args.out + row * args.size + i, mul(silu, load_upto(up + i, left)), left);
+            Vec g = activation(load_upto(gate + i, left));
+            store_upto(args.out + row * args.size + i, mul(g, load_upto(up + i, left)), left);
         }
+    });
+}
+
+// x / (1 + e ** -y)
+SAPWOOD_INLINE Vec times_sigmoid(Vec x, Vec minus_y) { return div(x, add(set1(1.0f), exp(minus_y))); }
+
+void silu_mul(const Gated &args, int threads) {
+    gated(args, threads, [](Vec x) { return times_sigmoid(x, sub(zero(), x)); });
+}
+
+// x (1 + tanh(y / 2)) / 2 is x sigmoid(y), which does not cancel where tanh is near -1; y is
+// 2 sqrt(2 / pi) (x + 0.044715 x ** 3).
+void gelu_tanh_mul(const Gated &args, int threads) {
+    gated(args, threads, [](Vec x) {
+        const Vec linear = set1(-1.5957691216057308f), cubic = set1(-0.07135481627f);
+        return times_sigmoid(x, mul(x, fma(mul(x, x), cubic, linear)));
     });
 }
 
@@ -80,9 +96,9 @@ void rope_store_typed(const Rope &args, int threads) {
     const int useful = threads_for(args.m * width * 2, threads);
     share(useful, args.m, fair_run(args.m, useful), [&](int64_t i) {
         float *row = args.qkv + i * width;
-        const float *cosines = args.table + args.positions[i] * args.d;
+        const float *cosines = args.table + args.positions[i] * args.rotary;
         for (int64_t head = 0; head < args.hq + args.hkv; head++)
-            rotate(row + head * args.d, cosines, cosines + args.d / 2, args.d / 2);
+            rotate(row + head * args.d, cosines, cosines + args.rotary / 2, args.rotary / 2);
         const float *k = row + args.hq * args.d;
         copy_to_pool(k, kv, (T *)args.k_pool + args.slots[i] * kv);
         copy_to_pool(k + kv, kv, (T *)args.v_pool + args.slots[i] * kv);

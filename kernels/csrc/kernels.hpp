@@ -10,8 +10,8 @@
 namespace sapwood {
 namespace {
 
-const Table TABLE = {linear,     embed,  pack,   dequantise, rms_norm, silu_mul,
-                     rope_store, attend, adjust, sample,     logprobs};
+const Table TABLE = {linear,        embed,      pack,   dequantise, rms_norm, silu_mul,
+                     gelu_tanh_mul, rope_store, attend, adjust,     sample,   logprobs};
 
 }  // namespace
 }  // namespace sapwood

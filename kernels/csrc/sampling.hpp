@@ -204,10 +204,12 @@ inline void logprobs_one(const Logprobs &args, int64_t i) {
     float top;
     if (find_top(logits, args.vocab, &top) != OK) {
         args.logprob[i] = __builtin_nanf("");
+        args.norm[i] = __builtin_nan("");
         return;
     }
     const Weights weights(logits, args.vocab, top, 1.0f, weight_memory);
     const double norm = (double)top + __builtin_log(weights.total);
+    args.norm[i] = norm;
     args.logprob[i] = (float)((double)logits[args.ids[i]] - norm);
     if (args.top[i] == 0) return;
     Ranking ranking(logits, args.vocab, rank_memory);

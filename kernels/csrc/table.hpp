@@ -55,7 +55,7 @@ struct Norm {
     int64_t out_stride;
 };
 
-struct Silu {
+struct Gated {
     const float *gate_up;
     int64_t m, size;
     float *out;
@@ -66,7 +66,7 @@ struct Rope {
     int64_t m;
     const int32_t *positions, *slots;
     const float *table;
-    int64_t hq, hkv, d;
+    int64_t hq, hkv, d, rotary;  // the first `rotary` channels of a head turn
     void *k_pool, *v_pool;
     Dtype dtype;
 };
@@ -79,6 +79,7 @@ struct Attention {
     int64_t table_stride;
     const int32_t *rows, *starts, *counts;
     int64_t num_rows, hq, hkv, d;
+    int64_t window;  // positions that a query sees, its own included; 0: all
     float scale;
     float *out;
 };
@@ -112,6 +113,7 @@ struct Logprobs {
     float *logprob;
     int32_t *top_ids;
     float *top_values;
+    double *norm;
 };
 
 // Every function takes the number of threads it may use; none checks its arguments.
@@ -121,7 +123,8 @@ struct Table {
     void (*pack)(const Pack &, int threads);
     void (*dequantise)(const Dequantise &, int threads);
     void (*rms_norm)(const Norm &, int threads);
-    void (*silu_mul)(const Silu &, int threads);
+    void (*silu_mul)(const Gated &, int threads);
+    void (*gelu_tanh_mul)(const Gated &, int threads);
     void (*rope_store)(const Rope &, int threads);
     void (*attend)(const Attention &, int threads);
     void (*adjust)(const Penalties &, int threads);

@@ -22,15 +22,17 @@ def attend(
     d: int,
     scale: float,
     out: Tensor,
+    window: int = 0,
 ) -> None:
-    """Row i's `counts[i]` new tokens, at positions from `starts[i]`, attend to positions up to their own.
+    """Row i's `counts[i]` new tokens, at positions from `starts[i]`, attend to positions up to their own: to
+    all, or with a `window` (positions, Hugging Face's `sliding_window`) to the last that many.
 
     qkv float32 [m, (hq + 2 hkv) d] with the rows' tokens in order (only the rotated q is read); K and V come
     from the pools (float32 or float16 [slots, hkv, d]), the new tokens' included, where position p of row i
     lies in slot `slot_table[rows[i], p]`. slot_table int32 [max_rows, max_len]; rows, starts, counts int32
     [r]; out float32 [m, hq d]. A token's result depends on its own q and its positions' K and V only:
     never on chunking, other rows, slots' places or threads. Raises IndexError for a row, position or slot
-    that does not exist.
+    that does not exist, ValueError for a negative window.
     """
     r = rows.shape[0]
     m = out.shape[0]
@@ -46,10 +48,13 @@ def attend(
     expect("out", out, torch.float32, m, hq * d)
     if hq % hkv:
         raise ValueError(f"{hq} query heads cannot share {hkv} KV heads evenly")
+    if window < 0:
+        raise ValueError(f"a window is at least 1 position, or 0 for all, not {window}")
     wrong = kernels().attend(
         qkv.data_ptr(), m, k_pool.data_ptr(), v_pool.data_ptr(), DTYPE_CODES[dtype], num_slots,
         slot_table.data_ptr(), max_rows, max_len,
-        rows.data_ptr(), starts.data_ptr(), counts.data_ptr(), r, hq, hkv, d, scale, out.data_ptr(),
+        rows.data_ptr(), starts.data_ptr(), counts.data_ptr(), r, hq, hkv, d, min(window, max_len), scale,
+        out.data_ptr(),
     )  # fmt: skip
     if wrong >= 0:
         raise IndexError(f"entry {wrong} of the step names a row, position or slot that does not exist")
@@ -68,6 +73,7 @@ def attend_reference(
     d: int,
     scale: float,
     out: Tensor,
+    window: int = 0,
 ) -> None:
     token = 0
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
@@ -78,7 +84,8 @@ def attend_reference(
         v = v_pool[slots].float().repeat_interleave(hq // hkv, dim=1)
         q = qkv[token : token + count, : hq * d].view(count, hq, d)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        hidden = torch.arange(start + count)[None, :] > torch.arange(start, start + count)[:, None]
+        age = torch.arange(start, start + count)[:, None] - torch.arange(start + count)[None, :]
+        hidden = (age < 0) | (age >= (window or start + count))
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[token : token + count] = torch.einsum("hqk,khd->qhd", weights, v).reshape(count, hq * d)
         token += count

@@ -163,13 +163,15 @@ def logprobs(
     out_logprob: Tensor,
     top_ids: Tensor,
     top_values: Tensor,
+    norms: Tensor,
 ) -> None:
     """Log-softmax of row `source[i]` at `ids[i]`, with the `top[i]` most likely ids and their values.
 
     logits float32 [s, v]; source, ids, top int32 [n]; out_logprob float32 [n]; top_ids int32 [n, kmax] and
     top_values float32 [n, kmax], best first, ties by lowest id; where there is none, -1 and -infinity.
-    A row with NaN or +infinity gives NaN and no alternatives. Raises IndexError for a source or an id that
-    does not exist, or more alternatives than kmax.
+    `norms` float64 [n] is the logarithm of the sum of exponentials: any other token's value is its logit as
+    a double minus that, rounded to float. A row with NaN or +infinity gives NaN and no alternatives. Raises
+    IndexError for a source or an id that does not exist, or more alternatives than kmax.
     """
     n = source.shape[0]
     kmax = top_ids.shape[1]
@@ -179,9 +181,11 @@ def logprobs(
     expect("out_logprob", out_logprob, torch.float32, n)
     expect("top_ids", top_ids, torch.int32, n, kmax)
     expect("top_values", top_values, torch.float32, n, kmax)
+    expect("norms", norms, torch.float64, n)
     wrong = kernels().logprobs(
         logits.data_ptr(), logits.shape[0], logits.shape[1], source.data_ptr(), ids.data_ptr(),
         top.data_ptr(), n, kmax, out_logprob.data_ptr(), top_ids.data_ptr(), top_values.data_ptr(),
+        norms.data_ptr(),
     )  # fmt: skip
     if wrong >= 0:
         raise IndexError(
@@ -198,15 +202,17 @@ def logprobs_reference(
     out_logprob: Tensor,
     top_ids: Tensor,
     top_values: Tensor,
+    norms: Tensor,
 ) -> None:
     top_ids.fill_(-1)
     top_values.fill_(float("-inf"))
     for i, row in enumerate(source.tolist()):
         values = logits[row].double()
         if bool(values.isnan().any()) or bool(values.isposinf().any()):
-            out_logprob[i] = float("nan")
+            out_logprob[i] = norms[i] = float("nan")
             continue
         logs = values.log_softmax(-1)
+        norms[i] = values.logsumexp(-1)
         out_logprob[i] = logs[int(ids[i])]
         count = min(int(top[i]), values.shape[0])
         best = torch.argsort(values, descending=True, stable=True)[:count]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sapwood.srt.cache.eviction import Lru
-from sapwood.srt.cache.node import Node, token_at
+from sapwood.srt.cache.node import Node, Root, token_at
 from sapwood.srt.cache.slots import SlotArray, SlotPool
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def check_pool(pool: SlotPool, tree: RadixTree | None, private: Iterable[SlotArr
     assert len(shared) == 0, f"{len(shared)} slots are in two places ({shared[:8].tolist()}): {sizes}"
 
 
-def check_tree(tree: RadixTree, roots: Mapping[str, Node], order: Lru) -> None:
+def check_tree(tree: RadixTree, roots: Mapping[str, Root], order: Lru) -> None:
     """Every link, count and order of the tree. AssertionError says what is wrong."""
     queued = list(order)
     waiting = set(map(id, queued))
@@ -42,6 +42,7 @@ def check_tree(tree: RadixTree, roots: Mapping[str, Node], order: Lru) -> None:
     edges: list[Node] = []
     crcs: dict[Node, int] = {}
     for namespace, root in roots.items():
+        before = len(edges)
         assert root.parent is None, f"the root of {namespace!r} has a parent"
         assert root.depth == len(root.key) == len(root.slots) == 0, f"the root of {namespace!r} has a key"
         assert root.children, f"the empty namespace {namespace!r} was kept"
@@ -55,6 +56,10 @@ def check_tree(tree: RadixTree, roots: Mapping[str, Node], order: Lru) -> None:
             edges.append(node)
             crcs[node] = zlib.crc32(node.key, crcs[node.parent])
             assert node.crc in (None, crcs[node]), f"the CRC at depth {node.depth} is wrong"
+        below = edges[before:]
+        totals = (len(below), sum(len(node.slots) for node in below))
+        counted = (root.total_nodes, root.total_tokens)
+        assert totals == counted, f"{totals} nodes and tokens in {namespace!r}, counted as {counted}"
     held = [node.slots for node in edges]
     slots = np.concatenate(held) if held else np.empty(0, np.int32)
     assert len(np.unique(slots)) == len(slots), "two tokens share a slot"

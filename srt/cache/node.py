@@ -25,14 +25,15 @@ class Node:
 
     A root has an empty key and no parent; so has no parent whatever was taken out of the tree. `depth` is in
     tokens, from the root to the node's end. `lock_count` counts the rows that use the node or one below it.
-    `last_use` is a tick of the tree's clock, never older than a child's. `queued` belongs to the order of
-    eviction.
+    `last_use` is a tick of the tree's clock, never older than a child's. `hits` counts the requests whose
+    cached prefix went through all of the node. `queued` belongs to the order of eviction.
     """
 
     __slots__ = (
         "children",
         "crc",
         "depth",
+        "hits",
         "key",
         "last_use",
         "lock_count",
@@ -51,13 +52,9 @@ class Node:
         self.depth: int = len(slots) + (parent.depth if parent else 0)
         self.lock_count = 0
         self.last_use = 0
+        self.hits = 0
         self.queued = False
         self.crc: int | None = None
-
-    @classmethod
-    def root(cls, namespace: str) -> Node:
-        """The empty start of a namespace's paths."""
-        return cls(namespace, None, b"", _NO_SLOTS)
 
     @property
     def evictable(self) -> bool:
@@ -93,3 +90,14 @@ class Node:
         for node in reversed(missing):
             crc = node.crc = zlib.crc32(node.key, crc)
         return crc
+
+
+class Root(Node):
+    """The empty start of a namespace's paths; `total_nodes` and `total_tokens` are what hangs below it."""
+
+    __slots__ = ("total_nodes", "total_tokens")
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(namespace, None, b"", _NO_SLOTS)
+        self.total_nodes = 0
+        self.total_tokens = 0

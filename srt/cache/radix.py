@@ -13,17 +13,18 @@ Token ids are little-endian int32 bytes throughout, lengths are in tokens.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sapwood.srt.cache import invariants
 from sapwood.srt.cache.eviction import Lru
-from sapwood.srt.cache.explain import Ghosts
-from sapwood.srt.cache.node import Node, token_at, unpack_token
+from sapwood.srt.cache.explain import Ghosts, Trace
+from sapwood.srt.cache.node import Node, Root, token_at, unpack_token
 from sapwood.srt.cache.slots import SlotArray, SlotPool
-from sapwood.srt.messages import Stopped, Verdict
+from sapwood.srt.cache.snapshot import snapshot
+from sapwood.srt.messages import Stopped
 
 _ID = np.dtype("<i4")
 
@@ -34,7 +35,6 @@ class Match(NamedTuple):
     length: int
     node: Node
     slots: SlotArray
-    verdict: Verdict
 
 
 class Inserted(NamedTuple):
@@ -42,15 +42,6 @@ class Inserted(NamedTuple):
 
     existing: int
     node: Node
-
-
-class _Walk(NamedTuple):
-    """`node` is the last one on the path that is matched to its end, `child` the edge below it in which the
-    walk ended (None: between edges), `at` the number of bytes matched."""
-
-    node: Node
-    child: Node | None
-    at: int
 
 
 class RadixTree:
@@ -63,7 +54,7 @@ class RadixTree:
         self.version = 0
         """Changes whenever `peek` might answer otherwise than before."""
         self._pool = pool
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[str, Root] = {}
         self._order = Lru()
         self._ghosts = Ghosts(ghost_size)
         self._clock = 0
@@ -75,22 +66,41 @@ class RadixTree:
 
     def peek(self, namespace: str, ids: bytes, limit: int) -> tuple[int, Stopped]:
         """What `match` would find, changing nothing: the number of tokens, and why no more."""
-        end = min(4 * limit, len(ids))
-        walk = self._walk(namespace, ids, end)
-        return walk.at // 4, self._stopped(namespace, ids, end, walk)
+        trace = self.trace(namespace, ids, limit)
+        return trace.matched, self._stopped(namespace, ids, limit, trace)
+
+    def trace(self, namespace: str, ids: bytes, limit: int) -> Trace:
+        """Where the longest cached prefix of `ids` ends, of at most `limit` tokens; to be read before the
+        tree changes."""
+        node: Node | None = self._roots.get(namespace)
+        if node is None:
+            return Trace(Root(namespace), None, 0)
+        at, end = 0, min(4 * limit, len(ids))
+        while at < end:
+            child = node.children.get(unpack_token(ids, at)[0])
+            if child is None:
+                break
+            if not ids.startswith(child.key, at, end):
+                return Trace(node, child, at // 4 + common_prefix(child.key, ids, at, end))
+            at += len(child.key)
+            node = child
+        return Trace(node, None, at // 4)
 
     def match(self, namespace: str, ids: bytes, limit: int) -> Match:
         """The longest cached prefix of `ids`, at most `limit` tokens, marked as used now.
 
         Nothing is locked yet: lock the node before the next `evict` or `flush`.
         """
-        end = min(4 * limit, len(ids))
-        walk = self._walk(namespace, ids, end)
-        stopped = self._stopped(namespace, ids, end, walk)
-        node = self._end_of(walk)
+        trace = self.trace(namespace, ids, limit)
+        node = self._end_of(trace)
         self._touch(node)
-        length = walk.at // 4
-        return Match(length, node, node.path_slots(), Verdict(length, stopped))
+        return Match(trace.matched, node, node.path_slots())
+
+    def note_hit(self, node: Node) -> None:
+        """Count a request that begins with the path to `node`. A lookup may be repeated: this is not."""
+        while node.parent is not None:
+            node.hits += 1
+            node = node.parent
 
     def lock(self, node: Node) -> None:
         """Keep the path to `node` from eviction, until one `unlock` for each `lock`."""
@@ -121,18 +131,13 @@ class RadixTree:
         """
         assert len(ids) == 4 * len(slots), f"{len(ids)} bytes of ids for {len(slots)} slots"
         if ids and namespace not in self._roots:
-            self._roots[namespace] = Node.root(namespace)
-        walk = self._walk(namespace, ids, len(ids))
-        node = self._end_of(walk)
-        existing = walk.at // 4
-        if walk.at < len(ids):
-            node = self._add(node, ids[walk.at :], slots[existing:])
+            self._roots[namespace] = Root(namespace)
+        trace = self.trace(namespace, ids, len(slots))
+        node, existing = self._end_of(trace), trace.matched
+        if existing < len(slots):
+            node = self._add(node, ids[4 * existing :], slots[existing:])
         self._touch(node)
         return Inserted(existing, node)
-
-    def path_slots(self, node: Node) -> SlotArray:
-        """The tree's slots for the tokens from the root to the end of `node`, `[node.depth]`."""
-        return node.path_slots()
 
     def evict(self, tokens: int) -> int:
         """Free the least recently used `tokens` tokens that no row uses, or all there are; returns how many.
@@ -176,44 +181,35 @@ class RadixTree:
         """Walk over everything; AssertionError that says what is wrong."""
         invariants.check_tree(self, self._roots, self._order)
 
-    def snapshot(self, depth: int = 3, limit: int = 16) -> dict[str, Any]:
-        """The tree as nested dicts of plain values, for a person: `depth` levels of nodes, of each node the
-        first `limit` ids and the `limit` most recently used children.
-        """
-        return {name: _picture(root, depth, limit) for name, root in self._roots.items()}
+    def snapshot(
+        self,
+        depth: int = 3,
+        limit: int = 16,
+        *,
+        ids: int = 16,
+        namespaces: Collection[str] | None = None,
+        max_nodes: int = 1000,
+    ) -> dict[str, Any]:
+        """The tree as plain values, for a person (see snapshot.py); bounded in work and in size."""
+        return {"clock": self._clock, **snapshot(self._roots, depth, limit, ids, namespaces, max_nodes)}
 
-    def _walk(self, namespace: str, ids: bytes, end: int) -> _Walk:
-        node = self._roots.get(namespace)
-        if node is None:
-            return _Walk(Node.root(namespace), None, 0)
-        at = 0
-        while at < end:
-            child = node.children.get(unpack_token(ids, at)[0])
-            if child is None:
-                break
-            if not ids.startswith(child.key, at, end):
-                return _Walk(node, child, at + 4 * common_prefix(child.key, ids, at, end))
-            at += len(child.key)
-            node = child
-        return _Walk(node, None, at)
-
-    def _stopped(self, namespace: str, ids: bytes, end: int, walk: _Walk) -> Stopped:
-        at = walk.at
-        if at == end:
+    def _stopped(self, namespace: str, ids: bytes, limit: int, trace: Trace) -> Stopped:
+        at = 4 * trace.matched
+        if at == min(4 * limit, len(ids)):
             return "last_token"
-        if namespace and self._walk("", ids, end).at > at:
+        if namespace and self.trace("", ids, limit).matched > trace.matched:
             return "namespace"
         if len(self._ghosts):
-            crc = zlib.crc32(ids[4 * walk.node.depth : at], walk.node.path_crc())
+            crc = zlib.crc32(ids[4 * trace.node.depth : at], trace.node.path_crc())
             if self._ghosts.has(namespace, crc, token_at(ids, at)):
                 return "evicted"
         return "diverged" if at else "cold"
 
-    def _end_of(self, walk: _Walk) -> Node:
-        """The node that ends where the walk did; splits the edge in which it ended."""
-        if walk.child is None:
-            return walk.node
-        return self._split(walk.child, walk.at // 4 - walk.node.depth)
+    def _end_of(self, trace: Trace) -> Node:
+        """The node that ends where the trace does; splits the edge in which it ends."""
+        if trace.child is None:
+            return trace.node
+        return self._split(trace.child, trace.matched - trace.node.depth)
 
     def _split(self, lower: Node, n: int) -> Node:
         """Put a node after the first `n` tokens of an edge. `lower` stays the node of its old end, so that
@@ -222,23 +218,30 @@ class RadixTree:
         upper = Node(lower.namespace, lower.parent, lower.key[: 4 * n], lower.slots[:n])
         upper.lock_count = lower.lock_count
         upper.last_use = lower.last_use
+        upper.hits = lower.hits
         lower.parent.children[token_at(upper.key, 0)] = upper
         lower.key = lower.key[4 * n :]
         lower.slots = lower.slots[n:]
         lower.parent = upper
         upper.children[token_at(lower.key, 0)] = lower
-        self.num_nodes += 1
+        self._count(lower.namespace, 1, 0)
         return upper
 
     def _add(self, parent: Node, key: bytes, slots: SlotArray) -> Node:
         node = Node(parent.namespace, parent, key, slots.astype(np.int32))  # a copy: the row's array lives on
         parent.children[token_at(key, 0)] = node
-        self.num_nodes += 1
+        self._count(parent.namespace, 1, len(slots))
         self.cached_tokens += len(slots)
         self.evictable_tokens += len(slots)
         self.version += 1
         self._order.push(node)
         return node
+
+    def _count(self, namespace: str, nodes: int, tokens: int) -> None:
+        root = self._roots[namespace]
+        root.total_nodes += nodes
+        root.total_tokens += tokens
+        self.num_nodes += nodes
 
     def _touch(self, node: Node) -> None:
         self._clock = now = self._clock + 1
@@ -257,6 +260,7 @@ class RadixTree:
         leaf.crc = None
         self._ghosts.add(leaf.namespace, leaf.path_crc(), token)
         self._order.push(leaf)
+        self._count(leaf.namespace, 0, -n)
         return dropped
 
     def _remove(self, leaf: Node) -> None:
@@ -266,7 +270,7 @@ class RadixTree:
         self._ghosts.add(leaf.namespace, parent.path_crc(), token)
         del parent.children[token]
         leaf.parent = None
-        self.num_nodes -= 1
+        self._count(leaf.namespace, -1, -len(leaf.slots))
         if parent.children:
             return
         if parent.parent is None:
@@ -287,7 +291,7 @@ class RadixTree:
                 for gone in child.subtree():
                     gone.parent = None
                     freed.append(gone.slots)
-                    self.num_nodes -= 1
+                    self._count(root.namespace, -1, -len(gone.slots))
 
     def _give_back(self, freed: list[SlotArray]) -> int:
         """Free the slots of evictable tokens that have left the tree."""
@@ -309,16 +313,3 @@ def common_prefix(key: bytes, ids: bytes, at: int = 0, end: int | None = None) -
     differ = np.frombuffer(key, _ID, n) != np.frombuffer(ids, _ID, n, at)
     first = int(differ.argmax())
     return first if differ[first] else n
-
-
-def _picture(node: Node, depth: int, limit: int) -> dict[str, Any]:
-    children = sorted(node.children.values(), key=lambda child: -child.last_use)
-    return {
-        "tokens": len(node.slots),
-        "ids": np.frombuffer(node.key, _ID)[:limit].tolist(),
-        "depth": node.depth,
-        "locks": node.lock_count,
-        "last_use": node.last_use,
-        "num_children": len(children),
-        "children": [_picture(c, depth - 1, limit) for c in children[:limit]] if depth > 0 else [],
-    }

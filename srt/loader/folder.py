@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sapwood.srt.errors import ModelError
 from sapwood.srt.loader.found import Found, first, read_json, sampling_defaults, token_ids
+from sapwood.srt.loader.slow_tokenizer import can_convert, convert
 from sapwood.srt.models.registry import architecture_of
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 INDEX = "model.safetensors.index.json"
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def describe(folder: Path, *, dummy: bool, tokenizer: bool) -> Found:
+def describe(folder: Path, cache: Path, *, dummy: bool, tokenizer: bool) -> Found:
     """What `folder` holds. With `dummy` no weights are looked for; without `tokenizer` none is needed.
 
-    Raises ModelError naming the file that is missing, damaged, or pickled.
+    A tokenizer.json that has to be made of older files is kept in `cache`. Raises ModelError naming the file
+    that is missing, damaged, or pickled.
     """
     config = read_json(folder / "config.json")
     if not config:
@@ -30,7 +34,7 @@ def describe(folder: Path, *, dummy: bool, tokenizer: bool) -> Found:
     architecture_of(config)  # of all that can be wrong, what helps most to know first
     generation = read_json(folder / "generation_config.json")
     settings = read_json(folder / "tokenizer_config.json")
-    file = _tokenizer_file(folder, needed=tokenizer and not dummy)
+    file = _tokenizer_file(folder, cache / "tokenizers", needed=tokenizer and not dummy)
     ids = _special_ids(file) if file else {}
     words = _template_vars(folder, settings, config, ids)
     return Found(
@@ -58,6 +62,7 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted({_shard(folder, name) for name in weight_map(index).values()})
     files = sorted(folder.glob("*.safetensors"))
     if files:
+        _check_numbers(files)
         return files
     pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
     if pickled:
@@ -66,6 +71,17 @@ def weight_files(folder: Path) -> list[Path]:
     if ggufs:
         raise ModelError(f"{folder}: has no *.safetensors; to serve the GGUF in it, give {folder / ggufs[0]}")
     raise ModelError(f"{folder}: has no *.safetensors")
+
+
+def _check_numbers(files: list[Path]) -> None:
+    """Without an index the names alone tell of a shard that is missing."""
+    names = {file.name for file in files}
+    for file in files:
+        shard = _SHARD.fullmatch(file.name)
+        for number in range(1, int(shard["count"]) + 1) if shard else ():
+            wanted = f"{shard['stem']}-{number:05}-of-{shard['count']}.safetensors" if shard else ""
+            if wanted not in names:
+                raise ModelError(f"{file.with_name(wanted)}: is missing, but {file.name} is there")
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -94,15 +110,16 @@ def _shard(folder: Path, name: str) -> Path:
     return path
 
 
-def _tokenizer_file(folder: Path, *, needed: bool) -> Path | None:
+def _tokenizer_file(folder: Path, cache: Path, *, needed: bool) -> Path | None:
     path = folder / "tokenizer.json"
     if path.is_file():
         return path
     if not needed:
         return None
-    other = " (it has tokenizer.model, a SentencePiece file, which is not read)"
+    if can_convert(folder):
+        return convert(folder, cache)
     raise ModelError(
-        f"{folder}: has no tokenizer.json{other if (folder / 'tokenizer.model').is_file() else ''}; "
+        f"{folder}: has no tokenizer.json, nor a tokenizer.model or vocab.json and merges.txt to make one; "
         "add one, or serve token ids only with --skip-tokenizer-init"
     )
 

@@ -1,4 +1,4 @@
-"""GGUF files: metadata and the tensor table over a memory map. Every length is checked against the file."""
+"""One GGUF file: metadata and tensor table over a memory map. Every length is checked against the file."""
 
 from __future__ import annotations
 
@@ -12,31 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.srt.errors import ModelError
-
-
-class Kind(NamedTuple):
-    """A storage type: values of one block, and the bytes it takes."""
-
-    name: str
-    values: int
-    size: int
-
-
-KINDS = {
-    0: Kind("f32", 1, 4),
-    1: Kind("f16", 1, 2),
-    2: Kind("q4_0", 32, 18),
-    3: Kind("q4_1", 32, 20),
-    8: Kind("q8_0", 32, 34),
-}
-"""The tensor types that can be read, by their number in the file."""
-
-OTHER_KINDS = {
-    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
+from sapwood.srt.loader.gguf_kinds import KINDS, kind_of
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -55,8 +31,8 @@ class GgufTensor(NamedTuple):
     size: int
 
 
-class GgufFile:
-    """An open GGUF file.
+class GgufPart:
+    """An open GGUF file: a whole model, or one part of a split one.
 
     `metadata` maps keys to Python values; arrays of numbers are numpy arrays, arrays of strings lists.
     Raises ModelError naming the file, and the tensor or key at fault, for anything that is not a whole,
@@ -72,8 +48,6 @@ class GgufFile:
         for _ in range(keys):
             key = cursor.text("a metadata key")
             self.metadata[key] = cursor.value(cursor.u32(key), key)
-        if self.metadata.get("split.count", 1) not in (0, 1):
-            raise ModelError(f"{self.path}: is one part of a split GGUF; merge the parts into one file first")
         self.tensors = _table(cursor, tensors, self.metadata.get("general.alignment", 32))
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
@@ -185,13 +159,11 @@ def _entry(cursor: _Cursor) -> GgufTensor:
         raise ModelError(f"{path}: tensor {name} has {dims} dimensions, not 1 to {_MAX_DIMS}")
     shape = tuple(cursor.u64(name) for _ in range(dims))[::-1]
     number, offset = cursor.u32(name), cursor.u64(name)
-    kind = KINDS.get(number)
-    if kind is None:
-        known = ", ".join(k.name.upper() for k in KINDS.values())
-        raise ModelError(
-            f"{path}: tensor {name} has the type {OTHER_KINDS.get(number, number)}, not supported yet; "
-            f"supported: {known}"
-        )
+    kind = kind_of(number)
+    if kind is None or kind.name not in KINDS:
+        known = ", ".join(name.upper() for name in KINDS)
+        given = kind.name.upper() if kind else number
+        raise ModelError(f"{path}: tensor {name} has the type {given}, not supported; supported: {known}")
     if 0 in shape or shape[-1] % kind.values:
         raise ModelError(
             f"{path}: tensor {name} of shape {list(shape)} cannot be stored as {kind.name.upper()}"

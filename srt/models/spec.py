@@ -5,24 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sapwood.srt.errors import ModelError
 
 MAX_LAYERS = 1024
 MAX_SIZE = 2**24
+MAX_LENGTH = 2**31 - 1
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+"""After attention and after the MLP, where a model has `post_norms`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position encoding of whole heads, halves rotated against each other.
+    """Rotary position encoding: halves of a head's first `rotary` channels are rotated against each other.
 
-    `kind`: "default", "linear" (positions divided by `factor`), "llama3" (long wavelengths stretched), or
-    "factors" (each frequency divided by its own entry of `factors`, as a GGUF file stores it).
+    `kind`: "default"; "linear" (positions divided by `factor`); "llama3" (wavelengths long against
+    `original_length` stretched); "yarn" (frequencies that turn less than `beta_slow` times in
+    `original_length` divided by `factor`, those above `beta_fast` kept); "dynamic" (a larger base, see
+    `models.rope`); "longrope" (each frequency divided by its own number, of `factors` or beyond
+    `original_length` of `long_factors`); "factors" (of `factors`, as a GGUF file stores them).
+    Cosines and sines are multiplied by `scaling`.
     """
 
     kind: str = "default"
@@ -32,14 +39,24 @@ class Rope:
     high_freq_factor: float = 4.0
     original_length: int = 0
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    scaling: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """One pre-norm decoder with SwiGLU: every size and switch that tells one such model from another.
+    """One pre-norm decoder with a gated MLP: every size and switch that tells one such model from another.
 
-    `kv_heads` divides `q_heads` (grouped-query attention). `tied`: the output head is the embedding.
-    `qk_norm`: an RMS norm over each head of q and k before the rotation.
+    `kv_heads` divides `q_heads` (grouped-query attention). `rotary`: the channels of a head that turn.
+    `windows`: how many positions each layer's queries see, 0 for all; empty: all layers see all.
+    `local_rope`: of the layers with a window, where it is not `rope`. `tied`: the head is the embedding.
+    `qk_norm`: an RMS norm over each head of q and k before the rotation. `post_norms`: one more norm after
+    attention and one after the MLP, before each is added. `norm_offset`: norm weights are stored less one.
+    `fused`: q, k, v are one stored matrix, and gate and up another. `query_scalar`: attention scores are
+    divided by its root; 0: by that of `head_dim`. `embed_scale`: what embeddings are multiplied by.
     """
 
     hidden: int
@@ -51,11 +68,20 @@ class DecoderSpec:
     vocab: int
     rms_eps: float
     rope: Rope
+    rotary: int
     tied: bool
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    post_norms: bool = False
+    norm_offset: bool = False
+    fused: bool = False
+    query_scalar: float = 0.0
+    embed_scale: float = 1.0
+    windows: tuple[int, ...] = ()
+    local_rope: Rope | None = None
 
     @property
     def qkv_width(self) -> int:
@@ -65,7 +91,16 @@ class DecoderSpec:
     @property
     def scale(self) -> float:
         """What attention scores are multiplied by."""
-        return 1.0 / math.sqrt(self.head_dim)
+        return 1.0 / math.sqrt(self.query_scalar or self.head_dim)
+
+    def window(self, index: int) -> int:
+        """Positions that a query of this layer sees, its own included; 0: all."""
+        return self.windows[index] if self.windows else 0
+
+    @property
+    def mlp_norm(self) -> str:
+        """The name of the norm before the MLP; with `post_norms` its older name is that of the one before."""
+        return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
 
 
 def layer(index: int, name: str) -> str:
@@ -89,29 +124,20 @@ def _layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     hidden, inner = spec.hidden, spec.intermediate
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, q),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
+        f"{spec.mlp_norm}.weight": (hidden,),
         "mlp.down_proj.weight": (hidden, inner),
     }
-    if spec.qkv_bias:
-        shapes |= {
-            "self_attn.q_proj.bias": (q,),
-            "self_attn.k_proj.bias": (kv,),
-            "self_attn.v_proj.bias": (kv,),
-        }
-    if spec.out_bias:
-        shapes["self_attn.o_proj.bias"] = (hidden,)
-    if spec.mlp_bias:
-        shapes |= {
-            "mlp.gate_proj.bias": (inner,),
-            "mlp.up_proj.bias": (inner,),
-            "mlp.down_proj.bias": (hidden,),
-        }
+    joint = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    gated = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    if spec.fused:
+        joint, gated = {"self_attn.qkv_proj": q + 2 * kv}, {"mlp.gate_up_proj": 2 * inner}
+    shapes |= {f"{name}.weight": (rows, hidden) for name, rows in (joint | gated).items()}
+    biased = (joint if spec.qkv_bias else {}) | ({"self_attn.o_proj": hidden} if spec.out_bias else {})
+    biased |= gated | {"mlp.down_proj": hidden} if spec.mlp_bias else {}
+    shapes |= {f"{name}.bias": (rows,) for name, rows in biased.items()}
+    if spec.post_norms:
+        shapes |= {f"{name}.weight": (hidden,) for name in POST_NORMS}
     if spec.qk_norm:
         shapes |= {
             "self_attn.q_norm.weight": (spec.head_dim,),
@@ -140,37 +166,3 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ModelError(f"the model's config has {key} = {value!r}; it must be a positive number")
     return float(value)
-
-
-def rope_of(config: Mapping[str, Any], head_dim: int) -> Rope:
-    """The position encoding that a config asks for, in the old spelling (`rope_theta`, `rope_scaling`) or the
-    new one (`rope_parameters`); ModelError names a kind that is not supported."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise ModelError(f"the model's config has rope_parameters = {given!r}; it must be an object")
-    kind = given.get("rope_type") or given.get("type") or "default"
-    theta = number(given if given.get("rope_theta") is not None else config, "rope_theta", 10000.0)
-    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ModelError(f"the model's config has partial_rotary_factor = {partial!r}; only 1.0 is supported")
-    if kind == "default":
-        return Rope(theta=theta)
-    if kind == "linear":
-        return Rope("linear", theta, factor=number(given, "factor"))
-    if kind == "llama3":
-        low, high = number(given, "low_freq_factor"), number(given, "high_freq_factor")
-        if high <= low:
-            raise ModelError(
-                f"the model's config has high_freq_factor {high}, not above low_freq_factor {low}"
-            )
-        length = given.get("original_max_position_embeddings") or config.get("max_position_embeddings")
-        length = integer({"original_max_position_embeddings": length}, "original_max_position_embeddings")
-        return Rope("llama3", theta, number(given, "factor"), low, high, length)
-    if kind == "factors":
-        factors = tuple(float(f) for f in given["factors"])
-        if len(factors) != head_dim // 2 or not all(0 < f < math.inf for f in factors):
-            raise ModelError(
-                f"rope factors must be {head_dim // 2} positive numbers, got {len(factors)}: {factors}"
-            )
-        return Rope("factors", theta, factors=factors)
-    raise ModelError(f"the model's config has rope_type {kind!r}; supported: default, linear, llama3")

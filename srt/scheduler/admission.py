@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -55,15 +56,18 @@ def admit(state: State, budget: int) -> list[Admission]:
 def _rows_suffice(state: State, sequence: Sequence) -> bool:
     if sequence.resumed:
         return state.rows.num_free > 0
-    wanted = min(sequence.request.params.n, state.rows.capacity)
+    wanted = sequence.request.rows_held(state.rows.capacity)
     return state.rows.num_free - state.reserved_rows >= wanted
 
 
 def _sibling_computes(state: State, sequence: Sequence) -> bool:
-    """Whether a row that computes its prompt will put more of this prefix into the tree than is there."""
+    """Whether a row that computes its prompt will put more of this prefix into the tree than is there.
+
+    One that reads its prompt computes it in any case.
+    """
     rows = state.rows
     candidates = rows.computing()
-    if not len(candidates):
+    if not len(candidates) or sequence.request.reads_from >= 0:
         return False
     request, ids = sequence.request, sequence.ids[:-1].tobytes()
     best = 0
@@ -79,18 +83,34 @@ def _seat(state: State, sequence: Sequence) -> Admission | None:
     """Match, lock and give a row; None (and nothing changed) if the slots do not suffice."""
     rows, tree, request = state.rows, state.tree, sequence.request
     total = len(sequence.ids)
-    found = tree.match(request.namespace, sequence.ids.tobytes(), total - 1)
+    found = tree.match(request.namespace, sequence.ids.tobytes(), sequence.matchable)
     tree.lock(found.node)
     left = len(request.prompt) + request.max_tokens - total
     need = total - found.length + min(left, RESERVE)
     if need > state.available - _promised(state):
         tree.unlock(found.node)
         return None
+    if not request.admitted:
+        tree.note_hit(found.node)
+        reads: Literal["logprobs", "pooling"] = "pooling" if request.params.pooling else "logprobs"
+        limit = sequence.matchable
+        _first_admission(
+            state, request, verdict(state, request.namespace, sequence.ids.tobytes(), limit, reads)
+        )
     row = rows.seat(sequence, found.slots, found.node)
     del state.waiting[sequence.key]
-    if not request.admitted:
-        _first_admission(state, request, found.verdict)
     return Admission(row, found.slots)
+
+
+def verdict(
+    state: State, namespace: str, ids: bytes, limit: int, reads: Literal["logprobs", "pooling"]
+) -> Verdict:
+    """What a request with the prompt `ids`, which may take `limit` tokens of it from the cache, finds now,
+    and why no more: what it `reads` of the prompt, if the tree has more than that."""
+    if state.config.disable_radix_cache:
+        return Verdict(0, "disabled")
+    matched, stopped = state.tree.peek(namespace, ids, len(ids) // 4 - 1)
+    return Verdict(limit, reads) if matched > limit else Verdict(matched, stopped)
 
 
 def _promised(state: State) -> int:
@@ -105,10 +125,9 @@ def _promised(state: State) -> int:
 def _first_admission(state: State, request: Request, verdict: Verdict) -> None:
     request.admitted = True
     if not request.forked and request.params.n > 1:
-        state.reserved_rows += min(request.params.n, state.rows.capacity) - 1
-    if state.config.disable_radix_cache:
-        verdict = Verdict(0, "disabled")
+        state.reserved_rows += request.rows_held(state.rows.capacity) - 1
     counters = state.counters
     counters.prompt_tokens_cached += verdict.matched
-    counters.seconds_saved += verdict.matched * counters.seconds_per_prompt_token
-    state.tell(request.tokenizer, Admitted(request.key, verdict, time.monotonic() - request.arrived))
+    saved = verdict.matched * counters.seconds_per_prompt_token
+    counters.seconds_saved += saved
+    state.tell(request.tokenizer, Admitted(request.key, verdict, time.monotonic() - request.arrived, saved))

@@ -44,7 +44,7 @@ def release(state: State, row: int, keep: int) -> None:
     rows = state.rows
     keep_in_tree(state, row, keep)
     own, node = rows.own(row), rows.node[row]
-    shared = state.tree.path_slots(node)
+    shared = node.path_slots()
     given = len(shared)
     duplicates = own[:given][own[:given] != shared]
     state.pool.free(np.concatenate([duplicates, own[given:]]))
@@ -92,4 +92,4 @@ def _leave(state: State, request: Request, choices: int) -> None:
 
 def unreserve(state: State, request: Request) -> None:
     """Give back the rows that were held for the request's choices."""
-    state.reserved_rows -= min(request.params.n, state.rows.capacity) - 1
+    state.reserved_rows -= request.rows_held(state.rows.capacity) - 1

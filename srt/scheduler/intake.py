@@ -1,15 +1,13 @@
-"""What tokenizers ask for: new requests, ends, questions."""
+"""What tokenizers send: new requests and ends."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
-
-import msgspec
 
 from sapwood.srt import messages
-from sapwood.srt.errors import ContextTooLong, ErrorInfo, Overloaded, SapwoodError
-from sapwood.srt.messages import Answer, Ask, Cancel, Done, Refused, StopAt, Submit
+from sapwood.srt.errors import ContextTooLong, Overloaded, SapwoodError
+from sapwood.srt.messages import Cancel, Done, Refused, StopAt, Submit
+from sapwood.srt.params import SamplingParams
 from sapwood.srt.scheduler.ends import finish
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.results import output_count
@@ -27,7 +25,7 @@ def submit(state: State, message: Submit) -> None:
         return
     prompt = messages.unpack(message.ids)
     try:
-        max_tokens = _room(state, len(prompt), message.params.max_tokens)
+        max_tokens = _room(state, len(prompt), message.params)
     except SapwoodError as e:
         state.tell(message.tokenizer, Refused(message.key, e.info()))
         return
@@ -45,6 +43,7 @@ def submit(state: State, message: Submit) -> None:
         order=state.orders,
         work_at_arrival=state.work_admitted,
         live=params.n,
+        reads_from=params.reads_from(len(prompt)),
         forked=params.n == 1,
     )
     state.orders += 1
@@ -53,10 +52,10 @@ def submit(state: State, message: Submit) -> None:
     state.sequences[first.key] = state.waiting[first.key] = first
 
 
-def _room(state: State, prompt_tokens: int, asked: int | None) -> int:
+def _room(state: State, prompt_tokens: int, params: SamplingParams) -> int:
     """How many tokens the request may produce; raises if its prompt can never fit or the queue is full."""
-    limit = state.max_request_tokens
-    if prompt_tokens >= limit:
+    limit, asked = state.max_request_tokens, params.max_tokens
+    if prompt_tokens > limit or (prompt_tokens == limit and asked != 0):
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens; prompt and output together may have {limit}"
             f" (context length {state.context_length}, KV pool {state.pool.total} slots)",
@@ -96,25 +95,3 @@ def cancel(state: State, message: Cancel) -> None:
         sequence = state.sequences.get(message.key + choice)
         if sequence is not None:
             finish(state, sequence, output_count(state, sequence), "abort")
-
-
-def ask(state: State, message: Ask) -> None:
-    """Answer a question about the cache or the state."""
-    error: ErrorInfo | None = None
-    data: dict[str, Any] = {}
-    if message.what == "flush":
-        data = {"flushed_tokens": state.tree.flush()}
-    elif message.what == "check":
-        try:
-            state.check()
-        except AssertionError as e:
-            error = SapwoodError(f"the pool invariant does not hold: {e}").info()
-    if message.what != "flush":
-        data = msgspec.structs.asdict(state.stats())
-        data |= {
-            "slots_free": state.pool.num_free,
-            "slots_private": int(state.rows.private[state.rows.active].sum()),
-            "nodes": state.tree.num_nodes,
-            "max_request_tokens": state.max_request_tokens,
-        }
-    state.tell(message.tokenizer, Answer(message.call, error, data))

@@ -14,12 +14,12 @@ import numpy as np
 from sapwood.srt import log
 from sapwood.srt.cache.radix import RadixTree
 from sapwood.srt.cache.slots import SlotPool
-from sapwood.srt.channel import HIGH_WATER, Inbox, Outbox
+from sapwood.srt.channel import HIGH_WATER, Inbox, Outbox, frames
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import Overloaded
 from sapwood.srt.lifeline import Lifeline
 from sapwood.srt.messages import Ask, Boot, Cancel, Stats, StepResult, StopAt, Submit, WorkerReady
-from sapwood.srt.scheduler import intake, results
+from sapwood.srt.scheduler import intake, questions, results
 from sapwood.srt.scheduler.plan import plan
 from sapwood.srt.scheduler.rows import Rows
 from sapwood.srt.scheduler.state import State
@@ -65,7 +65,7 @@ class Scheduler:
             case Cancel():
                 intake.cancel(self.state, message)
             case Ask():
-                intake.ask(self.state, message)
+                questions.ask(self.state, message)
 
     def advance(self) -> None:
         """Plan and send what can be planned now."""
@@ -92,11 +92,11 @@ class Posts:
 
     def flush(self) -> bool:
         """Send what can be sent; whether nothing is left."""
-        for outbox, frames in zip(self._outboxes, self._waiting, strict=True):
-            while frames and outbox.send(*frames[0]):
-                frames.popleft()
-            if len(frames) > HIGH_WATER:
-                raise Overloaded(f"a tokenizer lags {len(frames)} frames behind")
+        for outbox, waiting in zip(self._outboxes, self._waiting, strict=True):
+            while waiting and outbox.send(*waiting[0]):
+                waiting.popleft()
+            if len(waiting) > HIGH_WATER:
+                raise Overloaded(f"a tokenizer lags {len(waiting)} frames behind")
         return not any(self._waiting)
 
 
@@ -125,7 +125,7 @@ class Reporter:
 
 def main(boot: Boot, lifeline: Lifeline) -> None:
     """Run until the launcher ends the process."""
-    logger = log.set_up("scheduler", boot.config.log_level)
+    logger = log.set_up("scheduler", boot.config.log_level, boot.config.log_format)
     inbox = Inbox(boot.directory, "scheduler")
     tokenizers = range(boot.config.tokenizer_workers)
     posts = Posts([Outbox(boot.directory, "tokenizer", i) for i in tokenizers])
@@ -160,8 +160,9 @@ def _serve(inbox: Inbox, scheduler: Scheduler, posts: Posts, batch: list[Any]) -
         stats = reporter.due(state)
         if stats is not None:
             outgoing.setdefault(0, []).append(stats)
-        for tokenizer, frame in outgoing.items():
-            posts.send(tokenizer, frame)
+        for tokenizer, told in outgoing.items():
+            for frame in frames(told):
+                posts.send(tokenizer, frame)
         sent = posts.flush()
         timeout = 0.01 if not sent else (STATS_SECONDS if reporter.stale(state) else None)
         batch = inbox.receive(timeout)

@@ -161,13 +161,15 @@ def _column(decodes: npt.NDArray[Any], chunks: list[int]) -> Int32s:
 def _row_start(state: State, admitted: admission.Admission) -> RowStart:
     sequence = state.rows.sequence[admitted.row]
     assert sequence is not None
-    request = sequence.request
+    request, params = sequence.request, sequence.request.params
+    reads = params.pooling is None and request.reads_from >= 0
     return RowStart(
         row=admitted.row,
         prefix=messages.pack(admitted.prefix),
-        params=request.params,
+        params=params,
         seed=request.seed,
         choice=sequence.choice,
         prompt_len=len(request.prompt),
-        history=messages.pack(sequence.ids) if request.params.penalised else b"",
+        history=messages.pack(sequence.ids) if params.penalised or reads else b"",
+        read_from=request.reads_from + 1 if reads else -1,
     )

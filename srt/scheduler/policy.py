@@ -40,13 +40,13 @@ def note_admission(state: State, tokens: int) -> None:
 
 
 def peek(state: State, sequence: Sequence) -> int:
-    """How many leading tokens of the sequence the tree holds, its last token excluded.
+    """How many leading tokens of the sequence it could take from the tree.
 
     Kept until the tree or the sequence changes: a long queue that waits for slots is ordered at every step.
     """
     tree, ids = state.tree, sequence.ids
-    now = (tree.version, len(ids))
+    now = (tree.version, sequence.matchable)
     if sequence.peeked_at != now:
         sequence.peeked_at = now
-        sequence.peeked = tree.peek(sequence.request.namespace, ids.tobytes(), len(ids) - 1)[0]
+        sequence.peeked = tree.trace(sequence.request.namespace, ids.tobytes(), sequence.matchable).matched
     return sequence.peeked

@@ -16,7 +16,9 @@ Int32s = npt.NDArray[np.int32]
 class Request:
     """One submitted prompt. `max_tokens` is what the request may produce after all limits.
 
-    Choices 1 to n - 1 come to life when the prompt's last logits have been sampled (`forked`).
+    Choices 1 to n - 1 come to life when the prompt's last logits have been sampled (`forked`). `reads_from`
+    is the first prompt position whose hidden state is still to be read for more than that (-1: none is). It
+    moves on as values are told: those told before a retraction are not computed again, let alone told.
     """
 
     key: int
@@ -31,8 +33,13 @@ class Request:
     order: int
     work_at_arrival: int
     live: int
+    reads_from: int = -1
     admitted: bool = False
     forked: bool = False
+
+    def rows_held(self, capacity: int) -> int:
+        """How many of `capacity` rows its choices take up once they fork."""
+        return min(self.params.n, capacity) if self.max_tokens else 1
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +49,7 @@ class Sequence:
     It is waiting (`row` is -1: `ids` holds all its tokens) or running (its tokens are in the columns of
     `row`). `resumed` marks one that has run before, or was forked: it goes ahead of new requests. While
     `pending` is not 0 a step that works for it is in flight though it has no row: it was retracted.
-    `peeked` tokens of it were in the tree at `peeked_at` (the tree's version, its own length).
+    `peeked` tokens of it were in the tree at `peeked_at` (the tree's version, what it could take).
     """
 
     request: Request
@@ -62,4 +69,13 @@ class Sequence:
     @property
     def samples(self) -> int:
         """How many tokens are drawn from the logits of its last known token."""
+        if not self.request.max_tokens:
+            return 0
         return 1 if self.request.forked else self.request.params.n
+
+    @property
+    def matchable(self) -> int:
+        """How many leading tokens of a waiting sequence may come from the cache: never the last one, nor any
+        whose hidden state is still to be read."""
+        last, reads_from = len(self.ids) - 1, self.request.reads_from
+        return last if reads_from < 0 else min(last, reads_from)

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.srt import messages
+from sapwood.srt.channel import FRAME_WEIGHT, weight
 from sapwood.srt.errors import ErrorInfo
-from sapwood.srt.messages import StepResult, TokenLogprob, Tokens
+from sapwood.srt.messages import PromptRead, RowRead, StepResult, TokenLogprob, Tokens
 from sapwood.srt.scheduler.ends import Reason, finish, keep_in_tree, unreserve
 from sapwood.srt.scheduler.request import Sequence
 from sapwood.srt.scheduler.state import Sent, State
@@ -40,8 +41,8 @@ class _End(NamedTuple):
 def apply(state: State, result: StepResult) -> None:
     """Take in the result of the oldest step in flight, read against what was sent.
 
-    Tokens go out before any Done of the same step. A row that has ended since is a surplus and is dropped;
-    one that was retracted since takes its token in while it waits.
+    What is read of prompts goes out first, tokens before any Done of the same step. A row that has ended
+    since is a surplus and is dropped; one that was retracted since takes its token in while it waits.
     """
     sent = state.in_flight.popleft()
     assert sent.number == result.number, (sent.number, result.number)
@@ -54,7 +55,11 @@ def apply(state: State, result: StepResult) -> None:
     ended: list[_End] = []
     if failed:
         here &= ~np.isin(sent.rows, list(failed))
+    for read in result.reads:
+        if read.row not in failed:
+            _read(state, sent, read)
     _advance(state, sent, here)
+    ended += _prompts_only(state, sent, here)
     plain = here & (sent.samples == 1)
     ended += _append(state, sent, plain, tokens, first, emitted)
     for i in np.flatnonzero(sent.samples > 1):
@@ -92,9 +97,43 @@ def _advance(state: State, sent: Sent, here: npt.NDArray[np.bool_]) -> None:
     """Note what is computed, and put each prompt chunk into the tree so that siblings can share it."""
     rows = state.rows
     rows.done[sent.rows[here]] = sent.ends[here]
-    for row in sent.rows[here & sent.extends]:
+    for row in sent.rows[here & sent.extends].tolist():
         rows.busy[row] = False
-        keep_in_tree(state, int(row), int(rows.done[row]))
+        sequence = rows.sequence[row]
+        assert sequence is not None
+        # One that must compute even what the tree has would hold that twice, and a retraction of it is for
+        # nothing: a mean begins anew. It gives its tokens to the tree at its end.
+        if sequence.request.params.pooling != "mean":
+            keep_in_tree(state, row, int(rows.done[row]))
+
+
+def _read(state: State, sent: Sent, read: RowRead) -> None:
+    """Tell what was read of a prompt; what is told is never asked for again."""
+    place = int(np.flatnonzero(sent.rows == read.row)[0])
+    sequence = state.sequences.get(int(sent.keys[place]))
+    if sequence is None:
+        return
+    request, start, values = sequence.request, read.start, read.logprobs
+    assert read.pooled or start == request.reads_from + 1, (start, request.reads_from)
+    told = start + len(values)
+    request.reads_from = -1 if read.pooled or told >= len(request.prompt) else told - 1
+    # No message is heavier than a frame, if one position is not: the tokenizer names one at a time.
+    size = max(1, FRAME_WEIGHT * len(values) // weight(read))
+    for at in range(0, len(values), size):
+        state.tell(request.tokenizer, PromptRead(request.key, start + at, values[at : at + size]))
+    if read.pooled:
+        state.tell(request.tokenizer, PromptRead(request.key, pooled=read.pooled))
+
+
+def _prompts_only(state: State, sent: Sent, here: npt.NDArray[np.bool_]) -> list[_End]:
+    """Requests of no output whose prompts are through."""
+    rows = state.rows
+    ended: list[_End] = []
+    for row in sent.rows[here & sent.extends & (sent.ends == rows.limit[sent.rows])]:
+        sequence = rows.sequence[row]
+        assert sequence is not None
+        ended.append(_End(sequence, 0, "length", None))
+    return ended
 
 
 def _append(
@@ -153,7 +192,8 @@ def _late(
         return []
     sequence.pending = 0
     if not sent.samples[i]:
-        return []
+        through = not sequence.request.max_tokens and sent.ends[i] == len(sequence.request.prompt)
+        return [_End(sequence, 0, "length", None)] if through else []
     return _take(state, sequence, tokens, first, emitted)
 
 

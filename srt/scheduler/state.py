@@ -126,7 +126,7 @@ class State:
         """Per active row, the slots that are the row's alone."""
         for row in np.flatnonzero(self.rows.active):
             own, node = self.rows.own(int(row)), self.rows.node[row]
-            shared = self.tree.path_slots(node)
+            shared = node.path_slots()
             differ = np.ones(len(own), dtype=np.bool_)
             differ[: len(shared)] = own[: len(shared)] != shared
             yield own[differ]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from sapwood.srt.errors import BadRequest
-from sapwood.srt.messages import Chunk, Started
+from sapwood.srt.messages import Chunk, Started, TextLogprob, unpack
+from sapwood.srt.params import MAX_TOP_LOGPROBS
 from sapwood.srt.server import guard, logprobs, protocol, sampling
 from sapwood.srt.server.answers import (
     AnswerMessage,
@@ -18,13 +20,16 @@ from sapwood.srt.server.answers import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatLogprobs,
     Delta,
+    Usage,
 )
 from sapwood.srt.server.chat_prompt import chat_prompt
 from sapwood.srt.server.openapi import json_body
 from sapwood.srt.server.outcome import Outcome
 from sapwood.srt.server.protocol import ChatRequest
 from sapwood.srt.server.reply import Batch, Reply
+from sapwood.srt.server.sampling import Reading
 from sapwood.srt.server.service import Service
 
 
@@ -51,73 +56,104 @@ def answer(service: Service, body: ChatRequest) -> Reply:
     params = sampling.openai(
         body,
         max_tokens=_max_tokens(body),
-        logprobs=_logprobs(body),
+        reading=_reading(body),
         defaults=service.source.sampling_defaults,
         vocab_size=service.source.vocab_size,
     )
     prompt = chat_prompt(body)
     name = sampling.check_rid(body.rid) or f"chatcmpl-{uuid.uuid4().hex}"
-    streams = service.submit([(prompt, params)], namespace=sampling.namespace(body.cache_salt), rid=name)
+    namespace, timeout = sampling.namespace(body.cache_salt), sampling.check_timeout(body.timeout)
+    streams = service.submit(
+        [(prompt, params)], namespace=namespace, rid=name, timeout=timeout, field="messages"
+    )
     shape = ChatShape(body, name, service.model, params.n)
-    return Reply(streams, shape, streamed=bool(body.stream))
+    return Reply(streams, shape, streamed=bool(body.stream), field="messages")
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
-    old = sampling.at_least_one("max_tokens", body.max_tokens)
-    new = sampling.at_least_one("max_completion_tokens", body.max_completion_tokens)
+    old = sampling.at_least("max_tokens", body.max_tokens, 1)
+    new = sampling.at_least("max_completion_tokens", body.max_completion_tokens, 1)
     return old if new is None else new
 
 
-def _logprobs(body: ChatRequest) -> int | None:
-    if body.logprobs:
-        top = body.top_logprobs or 0
-        if not 0 <= top <= 20:
-            raise BadRequest(f"top_logprobs must be from 0 to 20, got {top}", param="top_logprobs")
-        return top
-    if body.top_logprobs is not None:
-        raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    return None
+def _reading(body: ChatRequest) -> Reading:
+    top = body.top_logprobs
+    if top is not None:
+        if not body.logprobs:
+            raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        if not 0 <= top <= MAX_TOP_LOGPROBS:
+            raise BadRequest(
+                f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {top}", param="top_logprobs"
+            )
+    shown = (top or 0) if body.logprobs else None
+    asked = [count for count in (shown, body.prompt_logprobs) if count is not None]
+    return Reading(max(asked, default=None), None if body.prompt_logprobs is None else 0)
 
 
 class ChatShape:
     """A chat completion, whole or in chunks: a role chunk, deltas, and one finish chunk for each choice."""
 
     def __init__(self, body: ChatRequest, name: str, model: str, n: int) -> None:
-        self.outcome = Outcome(1, n)
+        self.outcome = Outcome(1, n, keep_logprobs=not body.stream)
         self._body = body
         self._name = name
         self._model = model
         self._created = int(time.time())
         self._wants_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._usage_always = bool(body.stream_options and body.stream_options.continuous_usage_stats)
 
-    def whole(self) -> ChatCompletion:
-        choices = []
+    def parts(self) -> Iterator[ChatChoice]:
         for i, choice in enumerate(self.outcome.choices):
             finish = choice.ended
-            shaped = logprobs.chat(choice.logprobs) if self._body.logprobs else None
-            message = AnswerMessage(choice.text)
-            choices.append(ChatChoice(i, message, finish.reason, shaped, finish.matched))
+            message, shaped = AnswerMessage(choice.text), self._logprobs(choice.logprobs)
+            whole = ChatChoice(i, message, finish.reason, shaped, finish.matched)
+            if self._body.return_token_ids:
+                whole.token_ids = choice.ids
+            yield whole
+
+    def whole(self, parts: list[Any]) -> ChatCompletion:
         usage = self.outcome.usage(report=bool(self._body.cache_report))
-        return ChatCompletion(self._name, self._created, self._model, choices, usage)
+        completion = ChatCompletion(self._name, self._created, self._model, parts, usage)
+        if self._body.prompt_logprobs is not None:
+            read = self.outcome.prompt_logprobs[0]
+            completion.prompt_logprobs = logprobs.prompt(read, self._body.prompt_logprobs)
+        if self._body.return_token_ids:
+            completion.prompt_token_ids = self.outcome.prompt_ids(0)
+        return completion
+
+    def _logprobs(self, items: Sequence[TextLogprob]) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return logprobs.chat(items, self._body.top_logprobs or 0, as_ids)
 
     def deltas(self, batch: Batch) -> Iterator[ChatChunk]:
         for _prompt, event in batch:
             if isinstance(event, Started):
                 for i in range(self.outcome.n):
-                    yield self._chunk(ChatChunkChoice(i, Delta(role="assistant", content="")))
+                    role = self._chunk(ChatChunkChoice(i, Delta(role="assistant", content="")))
+                    if self._body.return_token_ids:
+                        role.prompt_token_ids = self.outcome.prompt_ids(0)
+                    yield role
             elif isinstance(event, Chunk):
                 yield from self._chunks(event)
 
     def _chunks(self, chunk: Chunk) -> Iterator[ChatChunk]:
-        if chunk.text or chunk.logprobs:
-            shaped = logprobs.chat(chunk.logprobs or []) if self._body.logprobs else None
-            yield self._chunk(ChatChunkChoice(chunk.choice, Delta(content=chunk.text), shaped))
+        ids = chunk.ids if self._body.return_token_ids else b""
+        if chunk.text or chunk.logprobs or ids:
+            shaped = self._logprobs(chunk.logprobs or [])
+            choice = ChatChunkChoice(chunk.choice, Delta(content=chunk.text), shaped)
+            if self._body.return_token_ids:
+                choice.token_ids = unpack(ids).tolist()
+            yield self._chunk(choice)
         if chunk.finish is not None:
             reason, matched = chunk.finish.reason, chunk.finish.matched
             yield self._chunk(ChatChunkChoice(chunk.choice, Delta(), None, reason, matched))
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
-        usage = None if self._wants_usage else UNSET
+        usage: Usage | UnsetType | None = None if self._wants_usage else UNSET
+        if self._usage_always:
+            usage = self.outcome.usage(report=False)
         return ChatChunk(self._name, self._created, self._model, [choice], usage)
 
     def closing(self) -> Iterator[ChatChunk]:

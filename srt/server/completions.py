@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from sapwood.srt.errors import BadRequest
-from sapwood.srt.messages import Chunk, Started, TextLogprob, TextPrompt
-from sapwood.srt.server import guard, protocol, sampling
-from sapwood.srt.server.answers import Completion, CompletionChoice, CompletionLogprobs
+from sapwood.srt.messages import Chunk, Started, TextLogprob, unpack
+from sapwood.srt.server import guard, logprobs, protocol, sampling
+from sapwood.srt.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from sapwood.srt.server.echo import text_offsets
 from sapwood.srt.server.logprobs import CompletionWriter
 from sapwood.srt.server.openapi import json_body
-from sapwood.srt.server.outcome import Outcome
+from sapwood.srt.server.outcome import ChoiceSoFar, Outcome
 from sapwood.srt.server.protocol import CompletionRequest
 from sapwood.srt.server.reply import Batch, Reply
+from sapwood.srt.server.sampling import Reading
 from sapwood.srt.server.service import Service
 
 DEFAULT_MAX_TOKENS = 16
@@ -34,90 +36,163 @@ def routes(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         service.require_ready()
         body = await guard.read(request, CompletionRequest, service.config.max_body_bytes)
-        return answer(service, body)
+        return await answer(service, body)
 
     return router
 
 
-def answer(service: Service, body: CompletionRequest) -> Reply:
+async def answer(service: Service, body: CompletionRequest) -> Reply:
     """Check the request, start its prompts, and return what sends the answer."""
     service.require_model(body.model)
     protocol.check(body)
-    limit = sampling.at_least_one("max_tokens", body.max_tokens)
+    limit = sampling.at_least("max_tokens", body.max_tokens, 0)
     params = sampling.openai(
         body,
         max_tokens=DEFAULT_MAX_TOKENS if limit is None else limit,
-        logprobs=body.logprobs,
+        reading=_reading(body),
         defaults=service.source.sampling_defaults,
         vocab_size=service.source.vocab_size,
+        n=body.best_of,
     )
-    service.require_few(body.prompt)
-    prompts = service.prompts(body.prompt, "prompt")
-    echoes = [""] * len(prompts)
-    if body.echo:
-        texts = [prompt.text for prompt in prompts if isinstance(prompt, TextPrompt)]
-        if len(texts) < len(prompts):
-            raise BadRequest("echo of token ids is not supported yet", param="echo", code="unsupported")
-        if body.logprobs is not None:
-            raise BadRequest("echo with logprobs is not supported yet", param="echo", code="unsupported")
-        echoes = texts
+    service.require_few(body.prompt, "prompt")
+    prompts = service.prompts(body.prompt, "prompt", body.add_special_tokens)
     name = sampling.check_rid(body.rid) or f"cmpl-{uuid.uuid4().hex}"
-    streams = service.submit(
-        [(prompt, params) for prompt in prompts], namespace=sampling.namespace(body.cache_salt), rid=name
-    )
-    shape = CompletionShape(body, name, service.model, params.n, echoes)
+    namespace, timeout = sampling.namespace(body.cache_salt), sampling.check_timeout(body.timeout)
+    items, echoes, began = [(prompt, params) for prompt in prompts], None, time.monotonic()
+    if body.echo:
+        service.check(items, "prompt")
+        echoes = await service.texts_of(prompts, timeout)
+    waited = time.monotonic() - began
+    streams = service.submit(items, namespace=namespace, rid=name, timeout=timeout, waited=waited)
+    outcome = Outcome(len(prompts), params.n, keep_logprobs=not body.stream)
+    shape = CompletionShape(body, name, service.model, outcome, echoes)
     return Reply(streams, shape, streamed=bool(body.stream))
+
+
+def _reading(body: CompletionRequest) -> Reading:
+    """Choices are ranked by their logprobs, so those are needed then too."""
+    ranked = body.best_of is not None and body.best_of > (body.n or 1)
+    counts = (body.logprobs, body.prompt_logprobs, 0 if ranked else None)
+    top = max((count for count in counts if count is not None), default=None)
+    of_prompt = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
+    return Reading(top, 0 if of_prompt else None)
 
 
 class CompletionShape:
     """Text completions, whole or in chunks; with `echoes`, each choice begins with its prompt."""
 
-    def __init__(self, body: CompletionRequest, name: str, model: str, n: int, echoes: Sequence[str]) -> None:
-        self.outcome = Outcome(len(echoes), n)
+    def __init__(
+        self, body: CompletionRequest, name: str, model: str, outcome: Outcome, echoes: Sequence[str] | None
+    ) -> None:
+        self.outcome = outcome
         self._body = body
         self._name = name
         self._model = model
         self._echoes = echoes
         self._created = int(time.time())
         self._wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._writers = [CompletionWriter() for _ in self.outcome.choices]
+        self._usage_always = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+        self._writers: dict[int, CompletionWriter] = {}
+        """Of the choices of a stream that have begun."""
 
-    def whole(self) -> Completion:
-        choices = []
-        for i, choice in enumerate(self.outcome.choices):
-            finish = choice.ended
-            text = self._echoes[i // self.outcome.n] + choice.text
-            shaped = self._logprobs(i, choice.logprobs)
-            choices.append(CompletionChoice(i, text, shaped, finish.reason, finish.matched))
+    def parts(self) -> Iterator[CompletionChoice]:
+        n = self._body.n or 1
+        for prompt in range(len(self.outcome.started)):
+            for i, choice in enumerate(self.outcome.best(prompt, n)):
+                yield self._whole_choice(prompt * n + i, prompt, choice)
+
+    def whole(self, parts: list[Any]) -> Completion:
         usage = self.outcome.usage(report=bool(self._body.cache_report))
-        return Completion(self._name, self._created, self._model, choices, usage)
+        return Completion(self._name, self._created, self._model, parts, usage)
+
+    def _whole_choice(self, index: int, prompt: int, choice: ChoiceSoFar) -> CompletionChoice:
+        finish, writer = choice.ended, self._writer(prompt)
+        shaped = self._begin(index, prompt, writer)
+        shaped.text += choice.text
+        if shaped.logprobs is None:
+            shaped.logprobs = self._logprobs(writer, choice.logprobs)
+        elif (more := self._logprobs(writer, choice.logprobs)) is not None:
+            _extend(shaped.logprobs, more)
+        shaped.finish_reason, shaped.matched_stop = finish.reason, finish.matched
+        if self._body.return_token_ids:
+            shaped.token_ids = choice.ids
+        return shaped
+
+    def _begin(self, index: int, prompt: int, writer: CompletionWriter) -> CompletionChoice:
+        """A choice as it begins: with what it says of its prompt."""
+        shaped = CompletionChoice(index, self._echoes[prompt] if self._echoes is not None else "")
+        if self._echoes is not None and self._body.logprobs is not None:
+            shaped.logprobs = self._echoed_logprobs(prompt, writer)
+        if self._body.prompt_logprobs is not None:
+            read = self.outcome.prompt_logprobs[prompt]
+            shaped.prompt_logprobs = logprobs.prompt(read, self._body.prompt_logprobs)
+        if self._body.return_token_ids:
+            shaped.prompt_token_ids = self.outcome.prompt_ids(prompt)
+        return shaped
+
+    def _echoed_logprobs(self, prompt: int, writer: CompletionWriter) -> CompletionLogprobs | None:
+        first, read = self.outcome.first_token(prompt), self.outcome.prompt_logprobs[prompt]
+        if first is None or self._echoes is None:  # aborted before it began
+            return None
+        token, _text, raw = first
+        offsets = text_offsets(self._echoes[prompt], [raw, *(item.raw for item in read)])
+        return writer.write_prompt((token, raw), read, offsets)
 
     def deltas(self, batch: Batch) -> Iterator[Completion]:
         for prompt, event in batch:
             if isinstance(event, Chunk):
                 yield from self._chunks(prompt, event)
-            elif isinstance(event, Started) and self._echoes[prompt]:
-                for i in range(self.outcome.n):
-                    yield self._chunk(CompletionChoice(prompt * self.outcome.n + i, self._echoes[prompt]))
+            elif isinstance(event, Started) and self._early:
+                for i in range(prompt * self.outcome.n, (prompt + 1) * self.outcome.n):
+                    yield from self._begin_stream(i, prompt)
+
+    @property
+    def _early(self) -> bool:
+        """Whether all that is said of a prompt is known before it has been computed."""
+        return self._body.logprobs is None
+
+    def _begin_stream(self, index: int, prompt: int) -> Iterator[Completion]:
+        writer = self._writers[index] = self._writer(prompt)
+        if self._echoes is not None or self._body.return_token_ids:
+            yield self._chunk(self._begin(index, prompt, writer))
 
     def _chunks(self, prompt: int, chunk: Chunk) -> Iterator[Completion]:
-        if not (chunk.text or chunk.logprobs or chunk.finish):
+        index = self.outcome.index(prompt, chunk)
+        if index not in self._writers:
+            yield from self._begin_stream(index, prompt)
+        ids = chunk.ids if self._body.return_token_ids else b""
+        if not (chunk.text or chunk.logprobs or chunk.finish or ids):
             return
-        i = self.outcome.index(prompt, chunk)
-        choice = CompletionChoice(i, chunk.text, self._logprobs(i, chunk.logprobs or []))
+        choice = CompletionChoice(index, chunk.text)
+        choice.logprobs = self._logprobs(self._writers[index], chunk.logprobs or [])
         if chunk.finish is not None:
             choice.finish_reason = chunk.finish.reason
             choice.matched_stop = chunk.finish.matched
+        if self._body.return_token_ids:
+            choice.token_ids = unpack(ids).tolist()
         yield self._chunk(choice)
 
-    def _logprobs(self, index: int, items: Sequence[TextLogprob]) -> CompletionLogprobs | None:
-        return None if self._body.logprobs is None else self._writers[index].write(items)
+    def _writer(self, prompt: int) -> CompletionWriter:
+        offset = len(self._echoes[prompt]) if self._echoes is not None else 0
+        return CompletionWriter(self._body.logprobs or 0, offset, bool(self._body.return_tokens_as_token_ids))
+
+    def _logprobs(self, writer: CompletionWriter, items: Sequence[TextLogprob]) -> CompletionLogprobs | None:
+        return None if self._body.logprobs is None else writer.write(items)
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
-        usage = None if self._wants_usage else UNSET
+        usage: Usage | UnsetType | None = None if self._wants_usage else UNSET
+        if self._usage_always:
+            usage = self.outcome.usage(report=False)
         return Completion(self._name, self._created, self._model, [choice], usage)
 
     def closing(self) -> Iterator[Completion]:
         if self._wants_usage:
             usage = self.outcome.usage(report=bool(self._body.cache_report))
             yield Completion(self._name, self._created, self._model, [], usage)
+
+
+def _extend(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> None:
+    logprobs.tokens += more.tokens
+    logprobs.token_logprobs += more.token_logprobs
+    logprobs.top_logprobs += more.top_logprobs
+    logprobs.text_offset += more.text_offset

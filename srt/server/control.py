@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 import sapwood
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.metrics import Metrics
-from sapwood.srt.server import guard, info, sampling
+from sapwood.srt.server import guard, info, keys, sampling
 from sapwood.srt.server.openapi import json_body
 from sapwood.srt.server.reply import JsonAnswer
 from sapwood.srt.server.service import Service
@@ -62,8 +62,7 @@ def routes(service: Service, metrics: Metrics) -> APIRouter:
 
 def _model_routes(router: APIRouter, service: Service) -> None:
     def card() -> ModelCard:
-        longest = service.max_request_tokens or service.source.context_length
-        return ModelCard(service.model, service.created, longest)
+        return ModelCard(service.model, service.created, service.longest)
 
     @router.get("/v1/models", response_class=Response)
     async def models() -> Response:
@@ -91,6 +90,7 @@ def _request_routes(router: APIRouter, service: Service) -> None:
         if bool(body.abort_all) == (body.rid is not None):
             raise BadRequest("exactly one of rid and abort_all must be given", param="rid")
         if body.rid is None:
+            keys.require_admin(request)
             return JsonAnswer(AbortAnswer(service.client.abort_all()))
         return JsonAnswer(AbortAnswer(service.client.abort(sampling.check_rid(body.rid) or "")))
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 from msgspec import UNSET
 
 from sapwood.srt.client import Prompt, Stream
 from sapwood.srt.errors import BadRequest, Conflict
-from sapwood.srt.messages import Chunk, Finish, IdsPrompt, Read, Started, TextLogprob, TextPrompt
-from sapwood.srt.params import SamplingParams
-from sapwood.srt.server import native_protocol, protocol, sampling
+from sapwood.srt.messages import Chunk, Finish, IdsPrompt, Read, Started, TextPrompt
+from sapwood.srt.params import MAX_TOP_LOGPROBS, SamplingParams
+from sapwood.srt.server import native_protocol, refused, sampling
 from sapwood.srt.server.answers import cache_report
-from sapwood.srt.server.logprobs import finite
+from sapwood.srt.server.native_logprobs import NativeLogprobs
 from sapwood.srt.server.native_protocol import (
     AbortReason,
     Generated,
@@ -26,10 +27,12 @@ from sapwood.srt.server.native_protocol import (
     MetaInfo,
     NativeSampling,
     StopReason,
-    Triple,
 )
 from sapwood.srt.server.outcome import Outcome
+from sapwood.srt.server.sampling import Reading
 from sapwood.srt.server.service import Service
+
+T = TypeVar("T")
 
 
 def start(
@@ -42,11 +45,15 @@ def start(
     n = params[0].n
     if any(p.n != n for p in params):
         raise BadRequest("n must be the same for every prompt of a request", param="sampling_params")
-    names = _names(body.rid, len(prompts))
+    asked = names(body.rid, len(prompts))
     streams = service.submit(
-        list(zip(prompts, params, strict=True)), namespace=sampling.namespace(body.cache_salt), rid=names
+        list(zip(prompts, params, strict=True)),
+        namespace=sampling.namespace(body.cache_salt),
+        rid=asked,
+        timeout=sampling.check_timeout(body.timeout),
+        field=body.field,
     )
-    return streams, NativeShape(body, streams, n)
+    return streams, NativeShape(body, streams, params)
 
 
 def prompts(service: Service, body: GenerateRequest) -> list[TextPrompt | IdsPrompt]:
@@ -58,32 +65,75 @@ def prompts(service: Service, body: GenerateRequest) -> list[TextPrompt | IdsPro
 
 
 def sampling_params(body: GenerateRequest, prompts: int, vocab_size: int) -> list[SamplingParams]:
-    given = body.sampling_params or NativeSampling()
-    each = given if isinstance(given, list) else [given] * prompts
-    if len(each) != prompts:
+    """Checked parameters for each prompt. Raises BadRequest naming the field."""
+    refused.check(body)
+    each = [one or NativeSampling() for one in _for_each("sampling_params", body.sampling_params, prompts)]
+    return [
+        native_protocol.sampling_params(one, reading, vocab_size)
+        for one, reading in zip(each, _readings(body, prompts), strict=True)
+    ]
+
+
+def _readings(body: GenerateRequest, prompts: int) -> list[Reading]:
+    """What each prompt's answer says of logprobs."""
+    wanted = _for_each("return_logprob", body.return_logprob, prompts)
+    tops = _for_each("top_logprobs_num", body.top_logprobs_num, prompts)
+    starts = _for_each("logprob_start_len", body.logprob_start_len, prompts)
+    ids = _ids_for_each(body.token_ids_logprob, prompts)
+    if body.return_text_in_logprobs and not any(wanted):
+        raise _needs_logprobs("return_text_in_logprobs")
+    return [_reading(*each) for each in zip(wanted, tops, starts, ids, strict=True)]
+
+
+def _reading(wanted: bool | None, top: int | None, start: int | None, ids: list[int] | None) -> Reading:
+    top = top or 0
+    start = None if start == -1 else start
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
         raise BadRequest(
-            f"sampling_params must have one entry for each of the {prompts} prompts, got {len(each)}",
-            param="sampling_params",
+            f"top_logprobs_num must be from 0 to {MAX_TOP_LOGPROBS}, got {top}", param="top_logprobs_num"
         )
-    logprobs = wanted_logprobs(body)
-    return [native_protocol.sampling_params(one, logprobs, vocab_size) for one in each]
+    if start is not None and not 0 <= start < 2**31:
+        raise BadRequest(
+            f"logprob_start_len must be from -1 to {2**31 - 1}, got {start}", param="logprob_start_len"
+        )
+    if wanted:
+        return Reading(top, start, ids or [])
+    asked = {"top_logprobs_num": top, "logprob_start_len": start is not None, "token_ids_logprob": ids}
+    for name, value in asked.items():
+        if value:
+            raise _needs_logprobs(name)
+    return Reading()
 
 
-def wanted_logprobs(body: GenerateRequest) -> int | None:
-    if body.logprob_start_len not in (None, -1):
-        raise protocol.unsupported("logprob_start_len")
-    top = body.top_logprobs_num or 0
-    if not 0 <= top <= 20:
-        raise BadRequest(f"top_logprobs_num must be from 0 to 20, got {top}", param="top_logprobs_num")
-    if body.return_logprob:
-        return top
-    if top or body.return_text_in_logprobs:
-        name = "top_logprobs_num" if top else "return_text_in_logprobs"
-        raise BadRequest(f"{name} needs return_logprob: true", param=name)
-    return None
+def _needs_logprobs(name: str) -> BadRequest:
+    return BadRequest(f"{name} needs return_logprob: true", param=name)
 
 
-def _names(rid: str | list[str] | None, prompts: int) -> str | list[str]:
+def _for_each(name: str, value: T | Sequence[T | None] | None, prompts: int) -> list[T | None]:
+    """A list has one entry for each prompt; anything else is meant for all."""
+    if not isinstance(value, list):
+        return [cast("T | None", value)] * prompts
+    if len(value) != prompts:
+        raise BadRequest(
+            f"{name} must have one entry for each of the {prompts} prompts, got {len(value)}", param=name
+        )
+    return [*value]
+
+
+def _ids_for_each(value: list[int | list[int] | None] | None, prompts: int) -> list[list[int] | None]:
+    ids = [one for one in value or () if isinstance(one, int)]
+    if value is None or len(ids) == len(value):
+        return [ids] * prompts
+    if ids:
+        raise BadRequest(
+            "token_ids_logprob must hold only token ids or only lists of them", param="token_ids_logprob"
+        )
+    lists = [one if isinstance(one, list) else None for one in value]
+    return _for_each("token_ids_logprob", lists, prompts)
+
+
+def names(rid: str | list[str] | None, prompts: int) -> str | list[str]:
+    """The names of a request's prompts, or one for all. Raises BadRequest and Conflict."""
     if not isinstance(rid, list):
         return sampling.check_rid(rid) or uuid.uuid4().hex
     if len(rid) != prompts:
@@ -98,18 +148,31 @@ def _names(rid: str | list[str] | None, prompts: int) -> str | list[str]:
 
 
 class NativeShape:
-    """Choices as SGLang has them. A stream's events are cumulative: of those that wait, the last is sent."""
+    """Choices as SGLang has them. A stream's events are cumulative: of those that wait, the last is sent.
 
-    def __init__(self, body: GenerateRequest, streams: Sequence[Stream], n: int) -> None:
-        self.outcome = Outcome(len(streams), n)
-        self._body = body
+    Only logprobs are not said again and again: a prompt's are in each choice's first and last event, an
+    output token's in one.
+    """
+
+    def __init__(
+        self, body: GenerateRequest, streams: Sequence[Stream], params: Sequence[SamplingParams]
+    ) -> None:
+        self.outcome = Outcome(len(streams), params[0].n)
+        self._params = params
         self._streams = streams
-        self._listed = body.batched or n > 1
+        self._listed = body.batched or params[0].n > 1
+        self._with_text = bool(body.return_text_in_logprobs)
+        self._inputs: dict[int, NativeLogprobs] = {}
+        self._begun: set[int] = set()
 
-    def whole(self) -> Generated | list[Generated]:
-        for choice in self.outcome.choices:
+    def parts(self) -> Iterator[Generated]:
+        for i, choice in enumerate(self.outcome.choices):
             _ = choice.ended
-        generated = [self._generated(i) for i in range(len(self.outcome.choices))]
+            yield self._generated(i)
+
+    def whole(self, parts: Sequence[Any] | None = None) -> Any:
+        """One Generated, or a list of them if several prompts or choices were asked for."""
+        generated = [*self.parts()] if parts is None else parts
         return generated if self._listed else generated[0]
 
     def deltas(self, batch: list[tuple[int, Started | Read | Chunk]]) -> Iterator[Generated]:
@@ -117,6 +180,7 @@ class NativeShape:
         for i in dict.fromkeys(self.outcome.index(prompt, chunk) for prompt, chunk in events):
             generated = self._generated(i)
             generated.index = i if self._listed else UNSET
+            self.outcome.choices[i].logprobs = []
             yield generated
 
     def closing(self) -> Iterator[Generated]:
@@ -136,17 +200,24 @@ class NativeShape:
             cache_report(verdict),
             time.monotonic() - stream.arrived,
         )
-        if self._body.return_logprob:
-            meta.output_token_logprobs = [self._triple(lp.logprob, lp.id, lp.text) for lp in choice.logprobs]
-            if self._body.top_logprobs_num:
-                meta.output_top_logprobs = [self._top(lp) for lp in choice.logprobs]
+        params = self._params[prompt]
+        if params.logprobs is not None:
+            if params.logprob_start is not None and (choice.finish is not None or index not in self._begun):
+                self._input(prompt).tell_input(meta)
+            self._begun.add(index)
+            NativeLogprobs(params, self._with_text).follow(choice.logprobs).tell_output(meta)
         return Generated(choice.text, choice.ids, meta)
 
-    def _top(self, item: TextLogprob) -> list[Triple]:
-        return [self._triple(value, token, text) for token, value, text, _raw in item.top]
-
-    def _triple(self, logprob: float, token: int, text: str) -> Triple:
-        return finite(logprob), token, text if self._body.return_text_in_logprobs else None
+    def _input(self, prompt: int) -> NativeLogprobs:
+        """From the start on the prompt's first token is there too, without any value."""
+        shaped = self._inputs.get(prompt)
+        if shaped is None:
+            params, first = self._params[prompt], self.outcome.first_token(prompt)
+            shaped = self._inputs[prompt] = NativeLogprobs(params, self._with_text)
+            if params.logprob_start == 0 and first is not None:
+                shaped.begin(*first[:2])
+            shaped.follow(self.outcome.prompt_logprobs[prompt])
+        return shaped
 
 
 def _reason(finish: Finish | None) -> StopReason | LengthReason | AbortReason | None:

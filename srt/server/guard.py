@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import re
+from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from sapwood.srt.errors import BadRequest, TooLarge, UnsupportedMediaType
+from sapwood.srt.errors import BadRequest, RequestTimeout, TooLarge, UnsupportedMediaType
 
 T = TypeVar("T")
+
+BODY_SECONDS = 30.0
+"""How long a client may take to send a body: a slow one holds a connection and what it has sent."""
+
+LARGE_BODY = 65_536
+"""Bytes."""
 
 _PATH = re.compile(r"`\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`|missing required field `([^`]*)`")
@@ -21,8 +31,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 async def read(request: Request, kind: type[T], limit: int) -> T:
     """The request's body, decoded.
 
-    Raises UnsupportedMediaType, TooLarge above `limit` bytes, and BadRequest with the path of what is wrong.
-    A body without a content type is taken as JSON.
+    Raises UnsupportedMediaType, TooLarge above `limit` bytes, RequestTimeout after 30 s, and BadRequest with
+    the path of what is wrong. A body without a content type is taken as JSON.
     """
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
@@ -36,10 +46,14 @@ async def _body(request: Request, limit: int) -> bytes:
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit, int(declared))
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit:
-            raise _too_large(limit, len(body))
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit:
+                    raise _too_large(limit, len(body))
+    except TimeoutError:
+        raise RequestTimeout(f"the body has not arrived within {BODY_SECONDS:g} s") from None
     return bytes(body)
 
 
@@ -50,7 +64,8 @@ def _too_large(limit: int, size: int) -> TooLarge:
 def decode(body: bytes, kind: type[T]) -> T:
     """`body` as a `kind`; BadRequest says what is wrong and where. Of duplicate keys the last one counts."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        with _no_collection(len(body)):
+            return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as e:
         message = str(e)
         raise BadRequest(message, param=_param(message), code=_code(message)) from None
@@ -60,6 +75,19 @@ def decode(body: bytes, kind: type[T]) -> T:
         lone = _SURROGATE.search(_PAIR.sub(b"", body))
         message = "a string has a lone surrogate" if lone else str(e)
         raise BadRequest(f"the body is not valid JSON: {message}", code="invalid_json") from None
+
+
+@contextlib.contextmanager
+def _no_collection(size: int) -> Iterator[None]:
+    """A large body of a million small lists would set off the collector again and again, for seconds."""
+    pause = size > LARGE_BODY and gc.isenabled()
+    if pause:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pause:
+            gc.enable()
 
 
 def _param(message: str) -> str | None:

@@ -11,6 +11,7 @@ from sapwood.srt.errors import SapwoodError
 from sapwood.srt.server.service import Service
 
 STATE_SECONDS = 2.0
+SECRET = ("api_key", "admin_api_key")
 
 
 async def server_info(service: Service) -> dict[str, Any]:
@@ -25,7 +26,10 @@ async def server_info(service: Service) -> dict[str, Any]:
         "status": "dead" if service.client.failure else service.state,
         "max_request_tokens": service.max_request_tokens,
         "facts": service.facts,
-        "config": msgspec.to_builtins(service.config),
+        "config": {
+            name: "***" if name in SECRET and value else value
+            for name, value in msgspec.to_builtins(service.config).items()
+        },
         "source": facts_of_source(service),
         "stats": stats and {name: getattr(stats, name) for name in stats.__struct_fields__},
         "state": await _state(service),

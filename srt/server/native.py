@@ -27,8 +27,8 @@ def routes(service: Service) -> APIRouter:
 
 def answer(service: Service, body: GenerateRequest) -> Reply:
     """Check the request, start its prompts, and return what sends the answer."""
-    service.require_few(body.input_ids if body.text is None else body.text)
+    service.require_few(body.input_ids if body.text is None else body.text, body.field)
     prompts = generation.prompts(service, body)
     params = generation.sampling_params(body, len(prompts), service.source.vocab_size)
     streams, shape = generation.start(service, body, prompts, params)
-    return Reply(streams, shape, streamed=bool(body.stream))
+    return Reply(streams, shape, streamed=bool(body.stream), field=body.field)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from sapwood.srt.errors import BadRequest
-from sapwood.srt.params import SamplingParams
-from sapwood.srt.server import protocol, sampling
+from sapwood.srt.params import MAX_LOGPROB_IDS, SamplingParams
+from sapwood.srt.server import refused, sampling
 from sapwood.srt.server.answers import CacheReport
+from sapwood.srt.server.sampling import Reading
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
 
+@refused.fields(refused.SAMPLING)
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`sampling_params` of one prompt; null means absent."""
 
@@ -36,25 +38,32 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     sampling_seed: int | None = None
 
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
 
-
+@refused.fields(refused.NATIVE)
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /generate`: exactly one of `text` and `input_ids`, each for one prompt or for a list of them."""
+    """`POST /generate`: exactly one of `text` and `input_ids`, each for one prompt or for a list of them.
+
+    What is about logprobs may be a list too, with one entry for each prompt. `logprob_start_len` is the first
+    prompt token whose logprob is told; -1: none is.
+    """
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
-    return_logprob: bool | None = None
-    top_logprobs_num: int | None = None
-    logprob_start_len: int | None = None
+    return_logprob: bool | list[bool | None] | None = None
+    top_logprobs_num: int | list[int | None] | None = None
+    logprob_start_len: int | list[int | None] | None = None
+    token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
     cache_salt: str | None = None
+    timeout: float | None = None
+
+    @property
+    def field(self) -> str:
+        """Where its prompts are."""
+        return "input_ids" if self.text is None else "text"
 
     @property
     def batched(self) -> bool:
@@ -70,12 +79,10 @@ _COPIED = (
 )  # fmt: skip
 
 
-def sampling_params(given: NativeSampling, logprobs: int | None, vocab_size: int) -> SamplingParams:
+def sampling_params(given: NativeSampling, reading: Reading, vocab_size: int) -> SamplingParams:
     """Checked parameters of one prompt. Raises BadRequest naming the field as SGLang spells it."""
-    for name in ("json_schema", "regex", "ebnf", "structural_tag"):
-        if getattr(given, name) is not None:
-            raise protocol.unsupported(name)
-    limit = sampling.at_least_one("max_new_tokens", given.max_new_tokens)
+    refused.check(given)
+    limit = sampling.at_least("max_new_tokens", given.max_new_tokens, 0)
     limit = DEFAULT_MAX_NEW_TOKENS if limit is None else limit
     least = given.min_new_tokens or 0
     if not 0 <= least <= limit:
@@ -83,13 +90,34 @@ def sampling_params(given: NativeSampling, logprobs: int | None, vocab_size: int
             f"min_new_tokens must be from 0 to max_new_tokens, which is {limit}, got {least}",
             param="min_new_tokens",
         )
+    _check_ids(reading.ids, vocab_size)
     values = {name: value for name in _COPIED if (value := getattr(given, name)) is not None}
     if given.sampling_seed is not None:
         values.setdefault("seed", given.sampling_seed)
     params = SamplingParams(
-        max_tokens=limit, min_tokens=least, logprobs=logprobs, stop=sampling.stop_list(given.stop), **values
+        max_tokens=limit,
+        min_tokens=least,
+        logprobs=reading.top,
+        logprob_start=reading.start,
+        logprob_ids=[*reading.ids],
+        stop=sampling.stop_list(given.stop),
+        **values,
     )
-    return params.check(vocab_size)
+    return sampling.check_reading(params.check(vocab_size))
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    if len(ids) > MAX_LOGPROB_IDS:
+        raise BadRequest(
+            f"token_ids_logprob may have {MAX_LOGPROB_IDS} token ids, got {len(ids)}",
+            param="token_ids_logprob",
+        )
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise BadRequest(
+                f"a token id in token_ids_logprob must be from 0 to {vocab_size - 1}, got {token}",
+                param="token_ids_logprob",
+            )
 
 
 class StopReason(msgspec.Struct, tag="stop", tag_field="type"):
@@ -104,12 +132,20 @@ class AbortReason(msgspec.Struct, tag="abort", tag_field="type"):
     message: str = "the request was aborted"
 
 
-Triple = tuple[float, int, str | None]
-"""(logprob, token id, text or null)"""
+Triple = tuple[float | None, int, str | None]
+"""(logprob or null for a prompt's first token, token id, text or null)"""
+
+Triples = list[list[Triple] | None]
+"""At each place several, as they were asked for; null for a prompt's first token."""
 
 
 class MetaInfo(msgspec.Struct):
-    """Counts are tokens, `e2e_latency` seconds since the request arrived."""
+    """Counts are tokens, `e2e_latency` seconds since the request arrived.
+
+    `input_...` is of the prompt's tokens from `logprob_start_len` on; `..._top_logprobs` has the most likely
+    tokens, best first, `..._token_ids_logprobs` those of `token_ids_logprob`, in their order. `output_...` is
+    in a stream of the tokens that have come since the choice's last event.
+    """
 
     id: str
     finish_reason: StopReason | LengthReason | AbortReason | None
@@ -118,12 +154,17 @@ class MetaInfo(msgspec.Struct):
     cached_tokens: int
     cache: CacheReport
     e2e_latency: float
+    input_token_logprobs: list[Triple] | UnsetType = UNSET
     output_token_logprobs: list[Triple] | UnsetType = UNSET
-    output_top_logprobs: list[list[Triple]] | UnsetType = UNSET
+    input_top_logprobs: Triples | UnsetType = UNSET
+    output_top_logprobs: Triples | UnsetType = UNSET
+    input_token_ids_logprobs: Triples | UnsetType = UNSET
+    output_token_ids_logprobs: Triples | UnsetType = UNSET
 
 
 class Generated(msgspec.Struct):
-    """One choice; in a stream all of it so far. `index` (prompt * n + choice) is there if there are more."""
+    """One choice; in a stream all of its text and ids so far. `index` (prompt * n + choice) is there if
+    there are more."""
 
     text: str
     output_ids: list[int]

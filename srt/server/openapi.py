@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from sapwood.srt.server import bounds
+from sapwood.srt.server.refused import Refused, table_of
+from sapwood.srt.server.service import Service
+
 REF = "#/components/schemas/{name}"
+
+
+class ErrorBody(msgspec.Struct):
+    """`param` is the path of the field at fault."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """Every answer whose status is not 200."""
+
+    error: ErrorBody
 
 
 def json_body(request: type, whole: type, chunk: type | None = None) -> dict[str, Any]:
@@ -26,14 +46,37 @@ def _ref(kind: type) -> dict[str, str]:
     return {"$ref": REF.format(name=kind.__name__)}
 
 
-def install(app: FastAPI, kinds: list[type]) -> None:
+def install(app: FastAPI, kinds: list[type[msgspec.Struct]], service: Service) -> None:
     """Make `/openapi.json` list `kinds`, and what they are made of, as components."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
-            app.openapi_schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            _add_errors(app.openapi_schema)
+            _schemas, components = msgspec.json.schema_components([*kinds, ErrorAnswer], ref_template=REF)
+            requests = [kind.__name__ for kind in kinds if kind.__struct_config__.forbid_unknown_fields]
+            bounds.tighten(components, requests, service)
+            for kind in kinds:
+                _limit(components[kind.__name__].get("properties", {}), table_of(kind))
+            app.openapi_schema.setdefault("components", {})["schemas"] = components
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
+
+
+def _limit(properties: dict[str, Any], table: Mapping[str, Refused]) -> None:
+    for name, refused in table.items():
+        properties[name] = {
+            "default": None,
+            "enum": [*refused.quiet],
+            "description": f"any other value {refused.reason}",
+        }
+
+
+def _add_errors(document: dict[str, Any]) -> None:
+    """Say of every route how it answers what it refuses, in place of the framework's 422."""
+    content = {"application/json": {"schema": _ref(ErrorAnswer)}}
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = {"description": "an error", "content": content}

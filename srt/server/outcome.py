@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from sapwood.srt.errors import SapwoodError
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.srt.errors import SapwoodError, Unavailable
 from sapwood.srt.messages import Chunk, Finish, Read, Started, TextLogprob, Verdict, unpack
 from sapwood.srt.server.answers import PromptDetails, Usage, cache_report
+from sapwood.srt.server.logprobs import finite
 
 
 class ChoiceSoFar:
@@ -34,12 +38,24 @@ class ChoiceSoFar:
             raise SapwoodError("the request ended before this choice was finished")
         return self.finish
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; 0 if there are none. Logprobs must have been asked for."""
+        values = [finite(item.logprob) for item in self.logprobs]
+        return sum(values) / len(values) if values else 0.0
+
 
 class Outcome:
-    """The choices of all prompts of a request, prompt by prompt: index = prompt * n + choice."""
+    """The choices of all prompts of a request, prompt by prompt: index = prompt * n + choice.
 
-    def __init__(self, prompts: int, n: int) -> None:
+    The output's logprobs are kept only with `keep_logprobs`: a stream sends each chunk's with it.
+    """
+
+    def __init__(self, prompts: int, n: int, keep_logprobs: bool = True) -> None:
         self.n = n
+        self._keep_logprobs = keep_logprobs
+        # Told with every chunk of some streams, so never counted anew.
+        self._prompt_tokens = self._matched = self._completion_tokens = 0
         self.started: list[Started | None] = [None] * prompts
         self.prompt_logprobs: list[list[TextLogprob]] = [[] for _ in range(prompts)]
         """Of each prompt's tokens from the index asked for on (never of its first token)."""
@@ -53,23 +69,48 @@ class Outcome:
     def add(self, prompt: int, event: Started | Read | Chunk) -> None:
         if isinstance(event, Started):
             self.started[prompt] = event
+            self._prompt_tokens += self.prompt_tokens(prompt)
+            self._matched += event.verdict.matched
             return
         if isinstance(event, Read):
             self.prompt_logprobs[prompt] += event.logprobs
             self.pooled[prompt] = event.pooled or self.pooled[prompt]
             return
-        choice = self.choices[self.index(prompt, event)]
+        index = self.index(prompt, event)
+        choice, before = self.choices[index], self.completion_tokens(index)
         if event.text:
             choice.texts.append(event.text)
         choice.packed_ids += event.ids
-        if event.logprobs:
+        if event.logprobs and self._keep_logprobs:
             choice.logprobs += event.logprobs
         if event.finish is not None:
             choice.finish = event.finish
+        self._completion_tokens += self.completion_tokens(index) - before
+
+    def best(self, prompt: int, count: int) -> list[ChoiceSoFar]:
+        """The `count` choices of a prompt with the highest logprob per token, best first; of equals the
+        earlier; in their order if that is all of them."""
+        choices = self.choices[prompt * self.n : (prompt + 1) * self.n]
+        if count < self.n:
+            choices.sort(key=lambda choice: -choice.mean_logprob)
+        return choices[:count]
 
     def prompt_tokens(self, prompt: int) -> int:
         started = self.started[prompt]
         return 0 if started is None else len(started.prompt_ids) // 4
+
+    def prompt_ids(self, prompt: int) -> list[int]:
+        started = self.started[prompt]
+        ids: list[int] = [] if started is None else unpack(started.prompt_ids).tolist()
+        return ids
+
+    def first_token(self, prompt: int) -> tuple[int, str, bytes] | None:
+        """Id, text and bytes of the prompt's first token, if logprobs from it on were asked for."""
+        started = self.started[prompt]
+        if started is None:
+            return None
+        text, raw = started.first
+        return int(unpack(started.prompt_ids[:4])[0]), text, raw
 
     def verdict(self, prompt: int) -> Verdict:
         started = self.started[prompt]
@@ -81,12 +122,20 @@ class Outcome:
 
     def usage(self, *, report: bool) -> Usage:
         """Counts over all prompts; with `report` what each prompt's cache lookup found."""
-        verdicts = [self.verdict(i) for i in range(len(self.started))]
-        prompt_tokens = sum(map(self.prompt_tokens, range(len(self.started))))
-        completion_tokens = sum(map(self.completion_tokens, range(len(self.choices))))
-        details = PromptDetails(sum(v.matched for v in verdicts))
-        usage = Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+        read, made = self._prompt_tokens, self._completion_tokens
+        usage = Usage(read, made, read + made, PromptDetails(self._matched))
         if report:
-            reports = [cache_report(v) for v in verdicts]
+            reports = [cache_report(self.verdict(i)) for i in range(len(self.started))]
             usage.cache = reports[0] if len(reports) == 1 else reports
         return usage
+
+
+def vector(pooled: bytes, normalize: bool = True) -> npt.NDArray[np.float32]:
+    """float32 [hidden], of length 1 if `normalize`. Raises Unavailable if the request was aborted."""
+    if not pooled:
+        raise Unavailable("the request was aborted before its prompt was computed", code="aborted")
+    values = np.frombuffer(pooled, "<f4")
+    if normalize:
+        length = float(np.linalg.norm(values.astype(np.float64)))
+        values = values if length == 0 else (values / length).astype("<f4")
+    return values

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -16,14 +17,17 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from sapwood.srt import log
 from sapwood.srt.client import Client
-from sapwood.srt.errors import ConfigError, ErrorInfo, Unavailable
+from sapwood.srt.errors import ConfigError, ProcessDied, Unavailable
 from sapwood.srt.lifeline import Lifeline
 from sapwood.srt.messages import Boot, Died, Drain, Serve
 from sapwood.srt.metrics import Metrics
-from sapwood.srt.server import app
+from sapwood.srt.server import app, request_log, throughput
+from sapwood.srt.server.connection import Connection, most_connections
+from sapwood.srt.server.request_log import RequestLog
 from sapwood.srt.server.service import Service
 
 LISTEN_FD = "SAPWOOD_LISTEN_FD"
@@ -36,7 +40,11 @@ LINGER_SECONDS = 1.0
 
 def main(boot: Boot, lifeline: Lifeline) -> None:
     """Serve on the socket whose file descriptor is in SAPWOOD_LISTEN_FD until told to end."""
-    log.set_up("server", boot.config.log_level)
+    log.set_up("server", boot.config.log_level, boot.config.log_format)
+    throughput.logger.disabled = not boot.config.log_stats
+    if boot.config.log_requests:
+        # Asked for by name, whatever else is to be logged.
+        request_log.logger.setLevel(logging.INFO)
     fd = os.environ.get(LISTEN_FD)
     if fd is None or not fd.isdecimal():
         raise ConfigError(f"{LISTEN_FD} must be the descriptor of a listening socket, got {fd!r}")
@@ -52,6 +60,25 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
+
+
+def listening(application: ASGIApp) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        application,
+        # One parser with known bounds, whatever else is installed.
+        http=Connection,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=most_connections(),
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=2,
+    )
 
 
 class Listener(uvicorn.Server):
@@ -77,23 +104,12 @@ class Server:
     def __init__(self, boot: Boot, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
         self._metrics = Metrics()
-        self._client = Client(boot.config, boot.directory, self._metrics)
+        requests = RequestLog(self._metrics, enabled=boot.config.log_requests)
+        self._client = Client(boot.config, boot.directory, requests)
         self._metrics.follow(lambda: self._client.latest_stats)
         self._service = Service(boot.config, boot.source, self._client)
-        self._listener = Listener(
-            uvicorn.Config(
-                app.create(self._service, self._metrics),
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=60,
-                timeout_graceful_shutdown=2,
-            )
-        )
+        self._service.requests = requests
+        self._listener = Listener(listening(app.create(self._service, self._metrics)))
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self, sock: socket.socket) -> None:
@@ -109,7 +125,9 @@ class Server:
         self._lifeline.on_orphan = self._orphaned
         threading.Thread(target=self._hear, name="commands", daemon=True).start()
         self._lifeline.ready()
+        reporting = asyncio.create_task(throughput.report(lambda: self._client.latest_stats))
         await serving
+        reporting.cancel()
         await self._client.close()
 
     def _hear(self) -> None:
@@ -130,7 +148,7 @@ class Server:
             self._end(self._drain(command.seconds))
 
     def _fail(self, message: str) -> None:
-        self._client.fail_all(ErrorInfo(500, "server_error", "process_died", message))
+        self._client.fail_all(ProcessDied(message).info())
 
     def _end(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin to end; what came first is cut short by what comes later."""

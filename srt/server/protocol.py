@@ -1,24 +1,31 @@
 """Requests of the OpenAI routes, field by field.
 
-Nothing is taken and ignored: an unknown field is refused by name, one that a later version will obey is
-refused as not supported yet, and only labels without any effect on the answer pass (`user`, `metadata`, ...).
-For every optional field null means absent.
+Nothing is taken and ignored: an unknown field is refused by name, one that other servers obey and this one
+does not is refused with a reason (see refused.py), and only labels without any effect on the answer pass
+(`user`, `metadata`, ...). For every optional field null means absent.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from sapwood.srt.errors import BadRequest
+from sapwood.srt.params import MAX_N, MAX_TOP_LOGPROBS
+from sapwood.srt.server import refused
+from sapwood.srt.server.refused import unsupported as unsupported
 
 Stop = str | list[str]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`include_usage` adds a last chunk with the usage; with `continuous_usage_stats` too, as in vLLM, every
+    chunk has the usage so far."""
+
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -43,9 +50,13 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
     cache_report: bool | None = None
     rid: str | None = None
+    timeout: float | None = None
 
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -57,13 +68,22 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     response_format: dict[str, Any] | None = None
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type"):
-    text: str
+Part = Annotated[
+    dict[str, Any],
+    msgspec.Meta(
+        extra_json_schema={
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            "required": ["type", "text"],
+            "additionalProperties": False,
+        }
+    ),
+]
+"""A text part. Others are let in only to be refused by their names (chat_prompt.py)."""
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
@@ -76,6 +96,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
     refusal: None = None
 
 
+@refused.fields(refused.CHAT)
 class ChatRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/chat/completions`. If both limits are given, `max_completion_tokens` counts."""
 
@@ -84,25 +105,14 @@ class ChatRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     max_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    parallel_tool_calls: bool | None = None
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    echo: Any = None
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    parallel_tool_calls: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
 
-
+@refused.fields(refused.COMPLETION)
 class CompletionRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/completions`. A list of prompts is answered prompt by prompt: index = prompt * n + choice."""
 
@@ -111,45 +121,46 @@ class CompletionRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-
-    suffix: Any = None
-
-
-_INERT: dict[str, tuple[Any, ...]] = {
-    "echo": (None, False),
-    "audio": (None,),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "tool_choice": (None, "none"),
-    "tools": (None, []),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-}
-"""Chat fields that are not supported yet, with the values that ask for nothing."""
+    add_special_tokens: bool | None = None
 
 
 def check(request: ChatRequest | CompletionRequest) -> None:
     """Refuse what the types alone allow. Raises BadRequest naming the field."""
-    if isinstance(request, ChatRequest):
-        for name, inert in _INERT.items():
-            value = getattr(request, name)
-            # By type too: 0 is not false.
-            if not any(value == quiet and type(value) is type(quiet) for quiet in inert):
-                raise unsupported(name)
-    else:
-        if request.suffix not in (None, ""):
-            raise unsupported("suffix")
-        if request.best_of is not None and request.best_of != (request.n or 1):
-            raise BadRequest(
-                f"best_of must equal n, which is {request.n or 1}, got {request.best_of}", param="best_of"
-            )
+    refused.check(request)
+    if isinstance(request, CompletionRequest):
+        _check_best_of(request)
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options is allowed only with stream: true", param="stream_options")
+    options = request.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        name = "stream_options.continuous_usage_stats"
+        raise BadRequest(f"{name} needs include_usage: true", param=name)
+    if request.prompt_logprobs is not None:
+        if not 0 <= request.prompt_logprobs <= MAX_TOP_LOGPROBS:
+            raise BadRequest(
+                f"prompt_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {request.prompt_logprobs}",
+                param="prompt_logprobs",
+            )
+        if request.stream:
+            raise BadRequest("prompt_logprobs is not sent in streams", param="prompt_logprobs")
     _check_format(request.response_format)
+
+
+def _check_best_of(request: CompletionRequest) -> None:
+    if request.best_of is None:
+        return
+    n = 1 if request.n is None else request.n
+    if n < 1:
+        raise BadRequest(f"n must be from 1 to {MAX_N}, got {n}", param="n")
+    if not n <= request.best_of <= MAX_N:
+        raise BadRequest(
+            f"best_of must be from n, which is {n}, to {MAX_N}, got {request.best_of}", param="best_of"
+        )
+    if request.stream and request.best_of > n:
+        raise BadRequest(
+            "best_of above n is not possible with stream: true, as which choices are best shows at the end",
+            param="best_of",
+        )
 
 
 def _check_format(value: dict[str, Any] | None) -> None:
@@ -158,7 +169,7 @@ def _check_format(value: dict[str, Any] | None) -> None:
     kind = value.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise BadRequest(
-            f"response_format.type must be text, json_object or json_schema, got {kind!r}",
+            f"response_format.type must be text, json_object or json_schema, got {str(kind)[:100]!r}",
             param="response_format",
         )
     if kind == "json_schema":
@@ -169,7 +180,3 @@ def _check_format(value: dict[str, Any] | None) -> None:
                 param="response_format.json_schema.schema",
             )
     raise unsupported("response_format")
-
-
-def unsupported(name: str) -> BadRequest:
-    return BadRequest(f"{name} is not supported yet", param=name, code="unsupported")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ logger = logging.getLogger("sapwood.server")
 Batch = list[tuple[int, Started | Read | Chunk]]
 
 DONE = b"data: [DONE]\n\n"
+PIECE_BYTES = 65_536
+"""Of a stream, after which other streams have their turn."""
 EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -33,8 +36,12 @@ class Shape(Protocol):
 
     outcome: Outcome
 
-    def whole(self) -> Any:
-        """The answer in one piece, after the last event."""
+    def parts(self) -> Iterator[Any]:
+        """What a whole answer has one of for each choice, after the last event."""
+        ...
+
+    def whole(self, parts: list[Any]) -> Any:
+        """The answer in one piece, around its parts (which have become JSON)."""
         ...
 
     def deltas(self, batch: Batch) -> Iterator[Any]:
@@ -59,8 +66,18 @@ def error_value(error: ErrorInfo) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "code": error.code, "param": error.param}}
 
 
+STATUS_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},
+    429: {"retry-after": "1"},
+    503: {"retry-after": "1"},
+}
+
+
 def error_answer(error: ErrorInfo, headers: dict[str, str] | None = None) -> JsonAnswer:
-    return JsonAnswer(error_value(error), status_code=error.status, headers=headers)
+    """The error's JSON with its status, and the headers that go with that."""
+    every = STATUS_HEADERS.get(error.status, {}) | (headers or {})
+    return JsonAnswer(error_value(error), status_code=error.status, headers=every)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -83,10 +100,16 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class Reply(Response):
-    """Sends what `shape` makes of the streams' events; aborts the streams when the client goes away."""
+    """Sends what `shape` makes of the streams' events; aborts the streams when the client goes away.
 
-    def __init__(self, streams: Sequence[Stream], shape: Shape, *, streamed: bool) -> None:
+    `field` is where the request has its prompt, which an error of another process calls `prompt`.
+    """
+
+    def __init__(
+        self, streams: Sequence[Stream], shape: Shape, *, streamed: bool, field: str = "prompt"
+    ) -> None:
         self._streams = streams
+        self._field = field
         self._shape = shape
         self._streamed = streamed
         super().__init__(
@@ -111,13 +134,20 @@ class Reply(Response):
                 await self._send_error(error, scope, receive, send)
                 return
             self._note(events)
+        parts = []
         try:
-            answer = JsonAnswer(self._shape.whole(), headers={"x-request-id": self._streams[0].name})
+            for part in self._shape.parts():
+                parts.append(msgspec.Raw(msgspec.json.encode(part)))
+                await asyncio.sleep(0)  # a part may have megabytes, and other streams go on
+            answer = JsonAnswer(self._shape.whole(parts), headers={"x-request-id": self._streams[0].name})
         except SapwoodError as e:
             answer = error_answer(e.info())
         await answer(scope, receive, send)
 
     async def _send_error(self, error: ErrorInfo, scope: Scope, receive: Receive, send: Send) -> None:
+        if error.param == "prompt":
+            message = re.sub(r"\Aprompt\b", self._field, error.message)
+            error = msgspec.structs.replace(error, message=message, param=self._field)
         await error_answer(error, {"x-request-id": self._streams[0].name})(scope, receive, send)
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,10 +157,10 @@ class Reply(Response):
             await self._send_error(error, scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await _send_body(send, self._events(events))
+        await self._send_deltas(events, send)
         async for batch in batches:
             events, error = _split(batch)
-            await _send_body(send, self._events(events))
+            await self._send_deltas(events, send)
             if error is not None:
                 await _send_body(send, _event(error_value(error)) + DONE, more=False)
                 return
@@ -141,9 +171,16 @@ class Reply(Response):
         for prompt, event in batch:
             self._shape.outcome.add(prompt, event)
 
-    def _events(self, batch: Batch) -> bytes:
+    async def _send_deltas(self, batch: Batch, send: Send) -> None:
         self._note(batch)
-        return b"".join(map(_event, self._shape.deltas(batch)))
+        body = bytearray()
+        for value in self._shape.deltas(batch):
+            body += _event(value)
+            if len(body) > PIECE_BYTES:
+                await _send_body(send, bytes(body))
+                await asyncio.sleep(0)
+                body.clear()
+        await _send_body(send, bytes(body))
 
 
 def _split(batch: list[tuple[int, Event]]) -> tuple[Batch, ErrorInfo | None]:

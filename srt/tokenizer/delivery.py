@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
+from collections.abc import Iterable
 from typing import Any, Protocol
 
-from sapwood.srt.errors import ErrorInfo, Overloaded
-from sapwood.srt.messages import Chunk, Ended, Started, Stats
+from sapwood.srt.channel import frames, weight
+from sapwood.srt.errors import ErrorInfo, Unavailable
+from sapwood.srt.messages import Chunk, Ended, Read, Started, Stats
 
 FRAME = 256
 """Most messages of a frame that is sent again."""
@@ -20,46 +21,57 @@ class Sender(Protocol):
 class Delivery:
     """Sends frames, and keeps what the server's queue has no room for, up to `limit` messages.
 
-    Above that `shed` gives up the output of the requests that wait there: each keeps its one end, an error.
+    A message with logprobs counts as many as it has (token, logprob) pairs. Above the limit `shed` gives up
+    the output of the requests that wait there: each keeps its one end, an error.
     """
 
     def __init__(self, outbox: Sender, limit: int = 100_000) -> None:
         self._outbox = outbox
         self._limit = limit
         self._backlog: deque[Any] = deque()
+        self._weight = 0
 
     def __len__(self) -> int:
         return len(self._backlog)
 
     @property
     def overfull(self) -> bool:
-        return len(self._backlog) > self._limit
+        return self._weight > self._limit
 
     def send(self, batch: list[Any]) -> None:
-        """Send a frame, or keep it behind what waits already."""
-        if self._backlog or not self._outbox.send(*batch):
-            self._backlog += (message for message in batch if not isinstance(message, Stats))
+        """Send a batch, or keep it behind what waits already. It is one frame, unless it is a heavy one."""
+        for frame in frames(batch):
+            if self._backlog or not self._outbox.send(*frame):
+                self._keep(message for message in frame if not isinstance(message, Stats))
 
     def retry(self) -> None:
         """Send what the queue has room for now."""
         while self._backlog:
-            batch = list(islice(self._backlog, FRAME))
-            if not self._outbox.send(*batch):
+            frame = next(frames(self._backlog, FRAME))
+            if not self._outbox.send(*frame):
                 return
-            for _ in batch:
-                self._backlog.popleft()
+            for _ in frame:
+                self._weight -= weight(self._backlog.popleft())
 
     def shed(self) -> list[str]:
         """Drop the output that waits. Returns the rids that have lost some of it and still need their end."""
-        lost = {m.rid for m in self._backlog if isinstance(m, (Started, Chunk))}
+        lost = {m.rid for m in self._backlog if isinstance(m, (Started, Read, Chunk))}
         ended = {m.rid for m in self._backlog if isinstance(m, Ended)}
-        kept = (m for m in self._backlog if not isinstance(m, (Started, Chunk)))
+        kept = [m for m in self._backlog if not isinstance(m, (Started, Read, Chunk))]
         error = overloaded()
-        self._backlog = deque(
+        self._backlog.clear()
+        self._weight = 0
+        self._keep(
             Ended(m.rid, m.error or error) if isinstance(m, Ended) and m.rid in lost else m for m in kept
         )
         return sorted(lost - ended)
 
+    def _keep(self, messages: Iterable[Any]) -> None:
+        for message in messages:
+            self._backlog.append(message)
+            self._weight += weight(message)
+
 
 def overloaded() -> ErrorInfo:
-    return Overloaded("the server reads its output too slowly; the output of this request was dropped").info()
+    text = "the server reads its output too slowly; the output of this request was dropped"
+    return Unavailable(text, code="queue_full").info()

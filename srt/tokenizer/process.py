@@ -1,8 +1,8 @@
 """The tokenizer process: prompts to ids on the way in, ids to text on the way out, each request's one end.
 
-server ──Generate, Abort──► intake ──► encode (long ones in threads) ──Submit──► scheduler
+server ──Generate, Abort──► intake ──► encode (chats, long ones: in threads) ──Submit──► scheduler
    ▲                                                                                │
-   └──Started, Chunk, Ended── delivery ◄── choices: text, stop strings ◄──Tokens, Done
+   └─Started, Read, Chunk, Ended─ delivery ◄─ choices: text, stop strings ◄─PromptRead, Tokens, Done
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from sapwood.srt import log, messages
-from sapwood.srt.channel import Inbox, Outbox
+from sapwood.srt.channel import FRAME_WEIGHT, Inbox, Outbox, weight
 from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import BadRequest, ErrorInfo, ModelError, Overloaded, SapwoodError
 from sapwood.srt.lifeline import Lifeline
@@ -30,12 +31,14 @@ from sapwood.srt.messages import (
     Ask,
     Boot,
     Cancel,
+    ChatPrompt,
     Done,
     Drain,
     Ended,
     Finish,
     Generate,
     Ids,
+    PromptRead,
     Refused,
     Started,
     Stats,
@@ -43,9 +46,10 @@ from sapwood.srt.messages import (
     Submit,
     Tokens,
 )  # fmt: skip
-from sapwood.srt.tokenizer.background import Background, encode_safely, is_long
+from sapwood.srt.tokenizer.background import Background, is_long, safely
 from sapwood.srt.tokenizer.delivery import Delivery, Sender, overloaded
 from sapwood.srt.tokenizer.prompts import PromptEncoder
+from sapwood.srt.tokenizer.questions import Questions
 from sapwood.srt.tokenizer.recent import Recent
 from sapwood.srt.tokenizer.requests import Choice, NoTexts, Request, Texts
 from sapwood.srt.tokenizer.vocabulary import Vocabulary, load
@@ -56,6 +60,10 @@ INTAKE_SECONDS = 0.004
 """New prompts are encoded for at most this long (and one prompt) between two looks at the inbox."""
 IDLE_SECONDS = 0.2
 RETRY_SECONDS = 0.005
+CHAT_THREADS = 2
+NOT_ENCODED = "the prompt could not be encoded"
+
+_Job = tuple[Request, Generate]
 
 
 class TokenizerLoop:
@@ -69,6 +77,7 @@ class TokenizerLoop:
         texts: Texts,
         scheduler: Sender,
         server: Sender,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         self._index = index
         self._source = source
@@ -80,8 +89,12 @@ class TokenizerLoop:
         self._requests: dict[str, Request] = {}
         self._by_key: dict[int, Request] = {}
         self._choices: dict[int, Choice] = {}
-        self._intake: deque[tuple[Request, Generate]] = deque()
-        self._background: Background[tuple[Request, Generate]] = Background(encoder.encode)
+        self._intake: deque[_Job] = deque()
+        # Chats wait for another process (see isolation.py), long prompts for each other.
+        self._chats: Background[_Job, Ids] = Background(self._encode, NOT_ENCODED, CHAT_THREADS, wake)
+        self._background: Background[_Job, Ids] = Background(self._encode, NOT_ENCODED, wake=wake)
+        self._questions = Questions(index, encoder, texts, scheduler, wake)
+        self._unnamed: deque[PromptRead | Done] = deque()
         self._aborted = Recent(RECENT_SECONDS, MAX_RECENT)
         self._ended = Recent(RECENT_SECONDS, MAX_RECENT)
         self._control: list[StopAt | Cancel] = []
@@ -89,24 +102,29 @@ class TokenizerLoop:
         self._out: list[Any] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             Generate: self._generate, Abort: self._abort, Ask: self._ask,
-            Admitted: self._admitted, Tokens: self._tokens, Done: self._done, Refused: self._refused,
-            Answer: self._out.append, Stats: self._out.append,
+            Admitted: self._admitted, PromptRead: self._prompt_read, Tokens: self._tokens, Done: self._done,
+            Refused: self._refused,
+            Answer: self._answer, Stats: self._out.append,
         }  # fmt: skip
 
     def run(self, inbox: Inbox, commands: queue.SimpleQueue[Any]) -> None:
-        """Serve until the launcher says that it is over."""
+        """Serve until there is a Drain among the commands."""
         while True:
             self.handle(inbox.receive(self._patience()))
-            self.encode_some()
+            self.work_some()
             self.flush()
-            if not commands.empty() and isinstance(commands.get(), (Drain, type(None))):
+            if not commands.empty() and isinstance(commands.get(), Drain):
                 return
+
+    def close(self) -> None:
+        """End the processes that render chats; from any thread."""
+        self._encoder.close()
 
     def _patience(self) -> float:
         """Seconds to wait for messages, given what else there is to do."""
-        if self._intake:
+        if self._intake or self._unnamed:
             return 0.0
-        waiting = self._background.pending or self._control or self._out or len(self._server)
+        waiting = self._control or self._out or len(self._server)
         return RETRY_SECONDS if waiting else IDLE_SECONDS
 
     def handle(self, batch: list[Any]) -> None:
@@ -138,21 +156,36 @@ class TokenizerLoop:
         else:
             self._intake.append((request, message))
 
-    def encode_some(self) -> None:
-        """Encode new prompts for a short while; streams come first. Long ones go to the threads."""
-        for (request, message), result in self._background.finished():
-            self._submit(request, message, result)
+    def work_some(self) -> None:
+        """What takes longer than a token does, for a short while: streams come first."""
+        self._out += self._questions.finished()
+        for lane in (self._chats, self._background):
+            for (request, message), result in lane.finished():
+                self._submit(request, message, result)
+        self._encode_some()
+        self._name_some()
+
+    def _encode_some(self) -> None:
+        """Encode new prompts. Long ones go to the threads."""
         deadline = time.monotonic() + INTAKE_SECONDS
         while self._intake:
             request, message = self._intake.popleft()
             if self._requests.get(request.rid) is not request:
                 continue
             if is_long(message.prompt):
-                self._background.put((request, message), message.prompt)
+                self._background.put((request, message))
                 continue
-            self._submit(request, message, encode_safely(self._encoder.encode, message.prompt))
+            if isinstance(message.prompt, ChatPrompt):
+                self._chats.put((request, message))
+                continue
+            self._submit(request, message, safely(self._encode, (request, message), NOT_ENCODED))
             if time.monotonic() > deadline:
                 return
+
+    def _encode(self, job: _Job) -> Ids:
+        """The prompt's ids, for nothing if the request has been aborted meanwhile; from any thread."""
+        request, message = job
+        return self._encoder.encode(message.prompt) if self._requests.get(request.rid) is request else b""
 
     def _submit(self, request: Request, message: Generate, result: Ids | ErrorInfo) -> None:
         if self._requests.get(request.rid) is not request:
@@ -188,17 +221,43 @@ class TokenizerLoop:
         self._end(request, None)
 
     def _ask(self, message: Ask) -> None:
-        if not self._scheduler.send(Ask(message.call, message.what, self._index)):
-            error = Overloaded("the scheduler's queue is full; try again later").info()
-            self._out.append(Answer(message.call, error, {}))
+        self._out += self._questions.ask(message)
 
     # ---- from the scheduler
+
+    def _answer(self, message: Answer) -> None:
+        self._out += self._questions.answered(message)
 
     def _admitted(self, message: Admitted) -> None:
         request = self._by_key.get(message.key)
         if request is not None and request.prompt:
-            self._out.append(Started(request.rid, request.prompt, message.verdict, message.queued))
+            first = ("", b"")
+            if request.params.logprob_start == 0:
+                first = self._texts.describe(int(messages.unpack(request.prompt[:4])[0]))
+            started = Started(
+                request.rid, request.prompt, message.verdict, message.queued, message.saved, first
+            )
+            self._out.append(started)
             request.prompt = b""
+
+    def _prompt_read(self, message: PromptRead) -> None:
+        request = self._by_key.get(message.key)
+        if request is not None:
+            request.unnamed += 1
+            self._unnamed.append(message)
+
+    def _name_some(self) -> None:
+        """Pass on about a frame of what was read of prompts, and the ends that came after it."""
+        left = FRAME_WEIGHT
+        while self._unnamed and left > 0:
+            message = self._unnamed.popleft()
+            left -= weight(message)
+            request = self._by_key.get(message.key)
+            if isinstance(message, Done):
+                self._done(message)
+            elif request is not None:
+                request.unnamed -= 1
+                self._out.append(request.read(self._texts, message))
 
     def _tokens(self, message: Tokens) -> None:
         choices, dirty, logprobs = self._choices, self._dirty, message.logprobs
@@ -219,6 +278,9 @@ class TokenizerLoop:
         if choice is None:
             return
         request = choice.request
+        if request.unnamed:
+            self._unnamed.append(message)
+            return
         request.open -= 1
         if message.reason == "error":
             unsaid = SapwoodError("the request failed, and no reason was given").info()
@@ -246,8 +308,9 @@ class TokenizerLoop:
         """The one place where a request ends."""
         for index in range(request.params.n):
             choice = self._choices.pop(request.key + index, None)
-            if choice is not None and (chunk := choice.chunk()) is not None:
+            if choice is not None and (chunk := choice.chunk()) is not None and not request.unnamed:
                 self._out.append(chunk)
+        request.unnamed = 0
         self._by_key.pop(request.key, None)
         del self._requests[request.rid]
         self._ended.add(request.rid)
@@ -256,9 +319,9 @@ class TokenizerLoop:
     def flush(self) -> None:
         """Send what the messages so far have led to: one frame to each side."""
         for choice in self._dirty:
-            if choice.dirty and (chunk := choice.chunk()) is not None:
+            if choice.dirty and not choice.request.unnamed and (chunk := choice.chunk()) is not None:
                 self._out.append(chunk)
-        self._dirty.clear()
+        self._dirty = [choice for choice in self._dirty if choice.dirty]
         if self._control and self._scheduler.send(*self._control):
             self._control.clear()
         self._server.retry()
@@ -275,8 +338,13 @@ class TokenizerLoop:
                 self._fail(request, overloaded())
 
 
-def build(boot: Boot, scheduler: Sender, server: Sender) -> tuple[TokenizerLoop, dict[str, str]]:
-    """The loop of this process, and the facts for the start-up message. Raises ModelError."""
+def build(
+    boot: Boot, scheduler: Sender, server: Sender, wake: Callable[[], None] | None = None
+) -> tuple[TokenizerLoop, dict[str, str]]:
+    """The loop of this process, and the facts for the start-up message. Raises ModelError.
+
+    `wake` ends the loop's wait for messages; it is called from threads.
+    """
     config, source = boot.config, boot.source
     tokenizer: Tokenizer | None = None
     texts: Texts = NoTexts()
@@ -291,20 +359,42 @@ def build(boot: Boot, scheduler: Sender, server: Sender) -> tuple[TokenizerLoop,
         template = "a chat template" if source.chat_template is not None else "no chat template"
         facts = {"tokenizer": f"{vocabulary.size} tokens, {vocabulary.kind}, {template}"}
     encoder = PromptEncoder(source, tokenizer, config.split_special_tokens)
-    return TokenizerLoop(boot.index, source, encoder, texts, scheduler, server), facts
+    return TokenizerLoop(boot.index, source, encoder, texts, scheduler, server, wake), facts
+
+
+class _Waker:
+    """Ends this process's own wait for messages, from any thread: by an empty frame to its inbox."""
+
+    def __init__(self, boot: Boot) -> None:
+        self._outbox = Outbox(boot.directory, "tokenizer", boot.index)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __call__(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._outbox.send()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._outbox.close()
 
 
 def main(boot: Boot, lifeline: Lifeline) -> None:
-    """Serve until a Drain (or the launcher's end). Raises ModelError if the tokenizer cannot be loaded."""
-    log.set_up(f"tokenizer{boot.index or ''}", boot.config.log_level)
+    """Serve until a Drain, or the launcher hangs up. Raises ModelError if the tokenizer cannot be loaded."""
+    log.set_up(f"tokenizer{boot.index or ''}", boot.config.log_level, boot.config.log_format)
     # One prompt at a time: the library's thread pool would only take the worker's cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     inbox = Inbox(boot.directory, "tokenizer", boot.index)
     scheduler, server = Outbox(boot.directory, "scheduler"), Outbox(boot.directory, "server")
+    wake = _Waker(boot)
     try:
-        loop, facts = build(boot, scheduler, server)
+        loop, facts = build(boot, scheduler, server, wake)
+        lifeline.on_orphan = loop.close
         lifeline.ready(facts)
         loop.run(inbox, lifeline.commands)
+        loop.close()
     finally:
-        for socket in (inbox, scheduler, server):
+        for socket in (inbox, scheduler, server, wake):
             socket.close()

@@ -9,8 +9,8 @@ from sapwood.srt import messages
 from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.messages import ChatPrompt, Ids, IdsPrompt, TextPrompt
+from sapwood.srt.tokenizer.isolation import IsolatedTemplate
 from sapwood.srt.tokenizer.specials import SpecialStrings
-from sapwood.srt.tokenizer.templates import ChatTemplate
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
 
@@ -26,36 +26,54 @@ class PromptEncoder:
         self._vocab_size = source.vocab_size
         self._model = source.name
         self._tokenizer = tokenizer
-        self._template: ChatTemplate | None = None
+        self._template: IsolatedTemplate | None = None
         self._specials: SpecialStrings | None = None
         if tokenizer is not None and source.chat_template is not None:
-            self._template = ChatTemplate(source.chat_template, source.template_vars)
+            self._template = IsolatedTemplate(source.chat_template, source.template_vars)
             self._specials = SpecialStrings(tokenizer) if split_special_tokens else None
+
+    def close(self) -> None:
+        """End the processes that render; from any thread."""
+        if self._template is not None:
+            self._template.close()
 
     def encode(self, prompt: Prompt) -> Ids:
         """The prompt's ids, at least one; raises BadRequest naming the field and the value."""
+        ids = self.tokenize(prompt)
+        if not ids:
+            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+            raise BadRequest(f"{param} is empty; at least one token is needed", param=param)
+        return ids
+
+    def tokenize(self, prompt: Prompt) -> Ids:
+        """The prompt's ids, which may be none; raises BadRequest naming the field and the value."""
         if isinstance(prompt, IdsPrompt):
             return self._checked(prompt.ids, "prompt")
         if isinstance(prompt, TextPrompt):
-            return self._checked(messages.pack(self._encode(prompt.text, True, "prompt")), "prompt")
+            ids = self._encode(prompt.text, prompt.add_special_tokens, "prompt")
+            return self._checked(messages.pack(ids), "prompt")
         try:
             return self._checked(messages.pack(self._chat(prompt)), "messages")
         except RecursionError:
             raise BadRequest("messages are nested too deeply", param="messages") from None
 
+    def render(self, prompt: ChatPrompt) -> str:
+        """The text that the template makes of a chat; raises BadRequest."""
+        template = self._need_template()
+        chat = template.prepare(prompt.messages)
+        return template.render(
+            chat, prompt.add_generation_prompt, prompt.continue_final, prompt.template_kwargs
+        )
+
     def _chat(self, prompt: ChatPrompt) -> list[int]:
-        self._need_tokenizer("messages")
-        if self._template is None:
-            raise BadRequest(
-                f"model {self._model} has no chat template; use the completions route", param="messages"
-            )
+        template = self._need_template()
         specials = self._specials
-        chat, kwargs = self._template.prepare(prompt.messages), prompt.template_kwargs
+        chat, kwargs = template.prepare(prompt.messages), prompt.template_kwargs
         if specials is not None and not (specials.within(chat) or specials.within(kwargs)):
             specials = None
         if specials is not None:
             chat, kwargs = specials.mark(chat), specials.mark(kwargs)
-        text = self._template.render(chat, prompt.add_generation_prompt, prompt.continue_final, kwargs)
+        text = template.render(chat, prompt.add_generation_prompt, prompt.continue_final, kwargs)
         if specials is None:
             return self._encode(text, False, "messages")
         _check_text(text, "messages")
@@ -69,6 +87,14 @@ class PromptEncoder:
         ids: list[int] = encoding.ids
         return ids
 
+    def _need_template(self) -> IsolatedTemplate:
+        self._need_tokenizer("messages")
+        if self._template is None:
+            raise BadRequest(
+                f"model {self._model} has no chat template; use the completions route", param="messages"
+            )
+        return self._template
+
     def _need_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
             raise BadRequest(
@@ -80,8 +106,6 @@ class PromptEncoder:
         if len(ids) % 4:
             raise BadRequest(f"{param} is not a list of token ids", param=param)
         values = messages.unpack(ids)
-        if not len(values):
-            raise BadRequest(f"{param} is empty; at least one token is needed", param=param)
         wrong = np.flatnonzero((values < 0) | (values >= self._vocab_size))
         if len(wrong):
             raise BadRequest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Protocol
 
-from sapwood.srt.messages import Chunk, Done, Finish, Ids, TextLogprob, TokenLogprob
+from sapwood.srt.messages import Chunk, Done, Finish, Ids, PromptRead, Read, TextLogprob, TokenLogprob
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.tokenizer.detokenizer import NoText, TextStream
 from sapwood.srt.tokenizer.stops import StopScanner, StopStrings
@@ -29,6 +29,15 @@ class NoTexts:
 
     def describe(self, token: int) -> tuple[str, bytes]:
         return "", b""
+
+
+def named(texts: Texts, value: TokenLogprob, logprob_ids: list[int]) -> TextLogprob:
+    """A logprob with the text and the bytes of each token; its `chosen` values are those of `logprob_ids`."""
+    describe = texts.describe
+    top = [(token, logprob, *describe(token)) for token, logprob in value.top]
+    further = zip(logprob_ids, value.chosen, strict=True)
+    chosen = [(token, logprob, *describe(token)) for token, logprob in further]
+    return TextLogprob(value.id, value.logprob, *describe(value.id), top, chosen)
 
 
 class Choice:
@@ -83,7 +92,7 @@ class Choice:
         self.count += 1
         self._ids += _INT32(token)
         if logprob is not None and self._logprobs is not None:
-            self._logprobs.append(self._named(logprob))
+            self._logprobs.append(named(self._texts, logprob, self.request.params.logprob_ids))
         if token in self._stop_ids:
             self._held = token
             return False
@@ -105,11 +114,6 @@ class Choice:
         if text:
             self._parts.append(text)
         return self.hit is not None
-
-    def _named(self, logprob: TokenLogprob) -> TextLogprob:
-        describe = self._texts.describe
-        top = [(token, value, *describe(token)) for token, value in logprob.top]
-        return TextLogprob(logprob.id, logprob.logprob, *describe(logprob.id), top)
 
     def chunk(self, finish: Finish | None = None) -> Chunk | None:
         """All that is new; None if that is nothing."""
@@ -145,9 +149,10 @@ class Choice:
 
 
 class Request:
-    """A request from its Generate to its Ended. `open` choices have not had their finish yet."""
+    """A request from its Generate to its Ended. `open` choices have not had their finish yet; `unnamed`
+    messages about its prompt wait for their tokens' texts, and all that comes after them waits too."""
 
-    __slots__ = ("cancelled", "key", "open", "params", "prompt", "rid", "submitted")
+    __slots__ = ("cancelled", "key", "open", "params", "prompt", "rid", "submitted", "unnamed")
 
     def __init__(self, rid: str, key: int, params: SamplingParams) -> None:
         self.rid = rid
@@ -155,8 +160,14 @@ class Request:
         self.params = params
         self.open = params.n
         self.prompt: Ids = b""
+        self.unnamed = 0
         self.submitted = False
         self.cancelled = False
+
+    def read(self, texts: Texts, message: PromptRead) -> Read:
+        """What was read of the prompt, for the server."""
+        values = [named(texts, value, self.params.logprob_ids) for value in message.logprobs]
+        return Read(self.rid, message.start, values, message.pooled)
 
     def choices(self, texts: Texts, eos_ids: list[int]) -> list[Choice]:
         """A new state for each choice."""

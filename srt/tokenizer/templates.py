@@ -14,13 +14,13 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put after the final message to find its end in the text; what follows it is cut off. Its space tells
 whether the template trims contents. (transformers' way, and its tag.)"""
 
-RESERVED = frozenset(("messages", "add_generation_prompt", "continue_final_message"))
+RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
 
 
 class ChatTemplate:
     """A compiled chat template. Raises ModelError if it is not one.
 
-    `variables` are the strings that a template may use (`bos_token`, ...).
+    `variables` are the strings that a template may use (`bos_token`, ...), `wants_parts` is for `prepare`.
     """
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
@@ -29,25 +29,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as e:
             raise ModelError(f"the model's chat template cannot be used: {e}") from None
         self._variables = variables
-        self._wants_parts = _wants_parts(self._compiled.tree)
-
-    def prepare(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in the shape that the template expects; raises BadRequest naming the place.
-
-        Contents become strings (text parts are joined by newlines, null is ""), or lists of text parts for a
-        template that knows only those. Keys without a value are dropped.
-        """
-        if not messages:
-            raise BadRequest("messages is empty; at least one message is needed", param="messages")
-        prepared = []
-        for i, message in enumerate(messages):
-            if not isinstance(message.get("role"), str):
-                raise BadRequest(f"messages[{i}].role must be a string", param="messages")
-            content: Any = _text(message.get("content"), f"messages[{i}].content")
-            if self._wants_parts:
-                content = [{"type": "text", "text": content}]
-            prepared.append({k: v for k, v in message.items() if v is not None} | {"content": content})
-        return prepared
+        self.wants_parts = _wants_parts(self._compiled.tree)
 
     def render(
         self,
@@ -55,8 +37,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final: bool = False,
         kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """The text of prepared messages; BadRequest, in the template's own words, if it refuses them."""
+        """The text of prepared messages; BadRequest, in the template's own words, if it refuses them.
+
+        `kwargs` are the client's: they can set what the template asks for, but nothing that is there already.
+        """
         kwargs = kwargs or {}
         if add_generation_prompt and continue_final:
             raise BadRequest(
@@ -64,12 +50,15 @@ class ChatTemplate:
                 " continued after a new one was begun",
                 param="continue_final_message",
             )
-        if taken := sorted(RESERVED & kwargs.keys()):
-            raise BadRequest(f"chat_template_kwargs cannot set {taken[0]!r}", param="chat_template_kwargs")
+        for name in kwargs:
+            if name in RESERVED or name in self._variables or self._compiled.has(name):
+                raise BadRequest(
+                    f"chat_template_kwargs cannot set {name[:100]!r}", param="chat_template_kwargs"
+                )
         if continue_final:
             messages = [*messages[:-1], _tagged(messages[-1])]
-        variables = {"tools": None, "documents": None} | self._variables | kwargs
-        variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        variables = {"documents": None} | self._variables | kwargs
+        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             text = self._compiled.render(variables)
         except Raised as e:
@@ -80,6 +69,33 @@ class ChatTemplate:
                 f"the chat template fails on these messages: {reason}", param="messages"
             ) from None
         return _cut_at_tag(text) if continue_final else text
+
+
+def prepare(messages: list[dict[str, Any]], *, wants_parts: bool) -> list[dict[str, Any]]:
+    """The messages in the shape that a template expects; raises BadRequest naming the place.
+
+    Contents become strings (text parts are joined by newlines, null is ""), or lists of text parts for a
+    template that knows only those. Keys without a value are dropped.
+    """
+    if not messages:
+        raise BadRequest("messages is empty; at least one message is needed", param="messages")
+    prepared = []
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise BadRequest(f"messages[{i}].role must be a string", param="messages")
+        content: Any = _text(message.get("content"), f"messages[{i}].content")
+        if wants_parts:
+            content = [{"type": "text", "text": content}]
+        prepared.append({k: v for k, v in message.items() if v is not None} | {"content": content})
+    return prepared
+
+
+def lone_surrogate(error: UnicodeEncodeError, param: str) -> BadRequest:
+    """The error for text that is not Unicode."""
+    return BadRequest(
+        f"{param} holds a lone surrogate (U+{ord(error.object[error.start]):04X}), which is not a character",
+        param=param,
+    )
 
 
 def _text(content: Any, place: str) -> str:

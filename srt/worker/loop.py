@@ -42,6 +42,7 @@ def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, di
         config.max_running_requests,
         min(source.context_length, num_slots),
         spec.vocab,
+        spec.hidden,
         source.eos_ids,
     )
     backend = "cpu" if config.attention_backend == "auto" else config.attention_backend
@@ -57,7 +58,7 @@ def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, di
 
 def main(boot: Boot, lifeline: Lifeline) -> None:
     """Run until the launcher ends the process."""
-    logger = log.set_up("worker", boot.config.log_level)
+    logger = log.set_up("worker", boot.config.log_level, boot.config.log_format)
     inbox = Inbox(boot.directory, "worker", boot.index)
     scheduler = Outbox(boot.directory, "scheduler")
     runner, pool, facts = make_runner(boot.config, boot.source)

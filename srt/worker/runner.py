@@ -13,6 +13,7 @@ from sapwood.srt.messages import Step, StepResult
 from sapwood.srt.models.decoder import Batch, Decoder
 from sapwood.srt.worker.attention.cpu import CpuAttention
 from sapwood.srt.worker.kv_pool import KvPool
+from sapwood.srt.worker.reader import PromptReader
 from sapwood.srt.worker.sampler import Sampled, Sampler
 from sapwood.srt.worker.token_pool import TokenPool
 
@@ -30,6 +31,7 @@ class Runner:
         self._tokens = token_pool
         self._attention = attention
         self._sampler = Sampler(token_pool)
+        self._reader = PromptReader(decoder, token_pool)
 
     def run(self, step: Step) -> StepResult:
         """The result of the step; `seconds` is what it took."""
@@ -42,13 +44,15 @@ class Runner:
         counts, samples = messages.unpack(step.counts), messages.unpack(step.samples)
         batch, ends = self._batch(rows, starts, counts, step)
         hidden = self._decoder.forward(batch, self._kv_pool, self._attention)
+        read = self._reader.read(hidden, rows, starts, counts)
         sampled = self._sample(hidden, rows, samples, starts + counts, ends - 1)
         return StepResult(
             number=step.number,
             ids=messages.pack(sampled.ids),
             logprobs=sampled.logprobs,
-            errors=sampled.errors,
+            errors=[*read.errors, *sampled.errors],
             seconds=time.perf_counter() - begin,
+            reads=read.reads,
         )
 
     def _batch(self, rows: Int32s, starts: Int32s, counts: Int32s, step: Step) -> tuple[Batch, Int32s]:

@@ -11,7 +11,7 @@ import torch
 from sapwood.kernels.ops import sampling
 from sapwood.srt.errors import ErrorInfo
 from sapwood.srt.messages import RowError, TokenLogprob
-from sapwood.srt.params import MAX_TOP_LOGPROBS
+from sapwood.srt.worker.logprobs import token_logprobs
 from sapwood.srt.worker.token_pool import Special, TokenPool
 
 Int32s = npt.NDArray[np.int32]
@@ -98,28 +98,11 @@ class Sampler:
             return {}
         for i, values in raw.items():
             logits[i] = values
-        count = len(wanted)
+        further = self._pool.logprob_ids
+        chosen = {k: further[row] for k, row in enumerate(owner[wanted].tolist()) if row in further}
         tops = self._pool.logprobs[owner[wanted]]
-        values = torch.zeros(count)
-        top_ids = torch.zeros((count, MAX_TOP_LOGPROBS), dtype=torch.int32)
-        top_values = torch.zeros((count, MAX_TOP_LOGPROBS))
-        sampling.logprobs(
-            logits,
-            torch.from_numpy(source[wanted]),
-            torch.from_numpy(ids[wanted]),
-            torch.from_numpy(tops),
-            values,
-            top_ids,
-            top_values,
-        )
-        result = {}
-        for k, place in enumerate(wanted.tolist()):
-            n = int(tops[k])
-            pairs = zip(top_ids[k, :n].tolist(), top_values[k, :n].tolist(), strict=True)
-            # A vocabulary smaller than n leaves places empty: id -1.
-            top = [(token, value) for token, value in pairs if token >= 0]
-            result[place] = TokenLogprob(int(ids[place]), float(values[k]), top)
-        return result
+        told = token_logprobs(logits, source[wanted], ids[wanted], tops, chosen)
+        return dict(zip(wanted.tolist(), told, strict=True))
 
 
 def _change(logits: torch.Tensor, special: Special, position: int) -> None:

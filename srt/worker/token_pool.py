@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +34,31 @@ class Special:
     """Sampling a position below this must not give a `banned` id."""
 
 
+@dataclass(slots=True)
+class Reading:
+    """A row whose prompt is read: `next` is the first index whose logprob is still to be told (`prompt_len`:
+    none is), `top` the number of alternatives, `chosen` are further ids to be told. With `pooling` "mean",
+    `total` is the sum of the hidden states so far, in float64."""
+
+    prompt: npt.NDArray[np.int32]
+    prompt_len: int
+    next: int
+    top: int
+    chosen: npt.NDArray[np.int32]
+    pooling: Literal["last", "mean"] | None
+    total: npt.NDArray[np.float64]
+
+    @property
+    def done(self) -> bool:
+        return self.pooling is None and self.next >= self.prompt_len
+
+
 class TokenPool:
     """Numpy columns of `capacity` rows with up to `max_tokens` positions each."""
 
-    def __init__(self, capacity: int, max_tokens: int, vocab_size: int, eos_ids: list[int]) -> None:
+    def __init__(
+        self, capacity: int, max_tokens: int, vocab_size: int, hidden_size: int, eos_ids: list[int]
+    ) -> None:
         def column(dtype: npt.DTypeLike) -> npt.NDArray[Any]:
             return np.zeros(capacity, dtype=dtype)
 
@@ -52,13 +73,18 @@ class TokenPool:
         self.logprobs = column(np.int32)
         """-1: none; else the number of alternatives."""
         self.special: dict[int, Special] = {}
+        self.reading: dict[int, Reading] = {}
+        self.logprob_ids: dict[int, npt.NDArray[np.int32]] = {}
+        """Further ids whose logprobs a row wants at every place."""
         self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
         self._eos_ids = eos_ids
 
     def release(self, rows: npt.NDArray[np.int32]) -> None:
         """Forget what is kept of rows that have been given up."""
-        for row in rows:
-            self.special.pop(int(row), None)
+        for row in rows.tolist():
+            for kept in (self.special, self.reading, self.logprob_ids):
+                kept.pop(row, None)
 
     def admit(self, start: RowStart) -> None:
         """Begin a row: its cached slots, its sampling parameters, its counts."""
@@ -72,9 +98,25 @@ class TokenPool:
         self.seed[row] = start.seed
         self.choice[row] = start.choice
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.special.pop(row, None)
+        self.release(np.array([row], dtype=np.int32))
+        if params.logprob_ids:
+            self.logprob_ids[row] = np.array(params.logprob_ids, dtype=np.int32)
+        if start.read_from >= 0 or params.pooling is not None:
+            self.reading[row] = self._reading(start)
         if params.penalised or params.logit_bias or params.min_tokens:
             self.special[row] = self._special(start)
+
+    def _reading(self, start: RowStart) -> Reading:
+        params = start.params
+        return Reading(
+            prompt=messages.unpack(start.history)[: start.prompt_len],
+            prompt_len=start.prompt_len,
+            next=start.read_from if start.read_from >= 0 else start.prompt_len,
+            top=params.logprobs or 0,
+            chosen=np.array(params.logprob_ids, dtype=np.int32),
+            pooling=params.pooling,
+            total=np.zeros(self._hidden_size if params.pooling == "mean" else 0),
+        )
 
     def _special(self, start: RowStart) -> Special:
         params = start.params

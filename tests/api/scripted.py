@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
+import re
 import shutil
 import socket
+import struct
 import tempfile
 import threading
 import time
@@ -13,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import httpx
-import uvicorn
 
 from sapwood.srt.channel import Inbox, Outbox
 from sapwood.srt.client import Client
@@ -23,21 +25,25 @@ from sapwood.srt.messages import (
     Abort,
     Answer,
     Ask,
+    ChatPrompt,
     Chunk,
     Ended,
     Finish,
     Generate,
     IdsPrompt,
     Message,
+    Read,
     Started,
     TextLogprob,
+    TextPrompt,
     Verdict,
     pack,
     unpack,
 )
 from sapwood.srt.metrics import Metrics
-from sapwood.srt.server import app
+from sapwood.srt.server import app, process
 from sapwood.srt.server.process import Listener
+from sapwood.srt.server.request_log import RequestLog
 from sapwood.srt.server.service import Service
 
 T = TypeVar("T")
@@ -97,12 +103,70 @@ def refuse(g: Generate, status: int = 400, code: str = "context_length_exceeded"
     return [Ended(g.rid, ErrorInfo(status, "invalid_request_error", code, "800 tokens, limit 512", "prompt"))]
 
 
+def pieces(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> list[str]:
+    """A prompt's tokens as text: its words, or its ids."""
+    if isinstance(prompt, TextPrompt):
+        return re.findall(r"\s*\S+|\s+", prompt.text)
+    assert isinstance(prompt, IdsPrompt)
+    return [f" <{token}>" for token in unpack(prompt.ids).tolist()]
+
+
+def detokenize(ask: Ask) -> dict[str, Any]:
+    """The answer to that question, with the words of `pieces`, for each of its prompts."""
+    assert isinstance(ask.prompt, IdsPrompt)
+    words = iter(pieces(ask.prompt))
+    return {"texts": ["".join(itertools.islice(words, length)) for length in ask.options["lengths"]]}
+
+
+def top_of(g: Generate, text: str, best: float) -> list[tuple[int, float, str, bytes]]:
+    return [(100 + i, best - i, f"{text}{i}", f"{text}{i}".encode()) for i in range(g.params.logprobs or 0)]
+
+
+def reading(g: Generate) -> list[Message]:
+    """An answer of `max_tokens` tokens that tells the prompt's logprobs, or what was pooled, if it was asked.
+
+    Token i of the prompt has the id 200 + i (or its own) and the logprob -i; the last is the most likely one.
+    """
+    texts = pieces(g.prompt)
+    ids = unpack(g.prompt.ids).tolist() if isinstance(g.prompt, IdsPrompt) else range(200, 200 + len(texts))
+    ids = list(ids)
+    params, start = g.params, g.params.logprob_start
+    verdict = Verdict(0, "cold" if start is None else "logprobs")
+    said: list[Message] = [Started(g.rid, pack(ids), verdict, 0.25)]
+    if start is not None:
+        if start == 0:
+            said = [Started(g.rid, pack(ids), verdict, 0.25, 0.0, (texts[0], texts[0].encode()))]
+        values = [
+            TextLogprob(
+                token, -float(i), text, text.encode(), top_of(g, "p", -0.5),
+                [(chosen, -7.0, f"c{chosen}", b"c") for chosen in params.logprob_ids],
+            )
+            for i, (token, text) in enumerate(zip(ids, texts, strict=True))
+        ]  # fmt: skip
+        begin = max(1, start)
+        values = values[begin:]
+        half = len(values) // 2
+        said += [Read(g.rid, begin, values[:half]), Read(g.rid, begin + half, values[half:])]
+    if params.pooling is not None:
+        said.append(Read(g.rid, pooled=struct.pack("<3f", 3.0, len(texts), 4.0)))
+    for choice in range(params.n):
+        for i in range(params.max_tokens or 0):
+            value = -0.25 * (i + 1) - (choice % 3)
+            chosen = [(one, -8.0, f"c{one}", b"c") for one in params.logprob_ids]
+            item = TextLogprob(50 + i, value, f" o{i}", f" o{i}".encode(), top_of(g, "t", -0.5), chosen)
+            logprobs = None if params.logprobs is None else [item]
+            said.append(Chunk(g.rid, choice, f" o{i}", pack([50 + i]), logprobs))
+        finish = Finish("length", None, params.max_tokens or 0)
+        said.append(Chunk(g.rid, choice, "", b"", None, finish))
+    return [*said, Ended(g.rid)]
+
+
 class ScriptedTokenizer:
     """Runs `script` for each Generate and sends what it returns; `received` is all that came."""
 
     def __init__(self, directory: str, index: int = 0) -> None:
         self.script: Script = answer
-        self.answers: dict[str, dict[str, Any] | ErrorInfo | None] = {}
+        self.answers: dict[str, Callable[[Ask], dict[str, Any]] | dict[str, Any] | ErrorInfo | None] = {}
         self.received: list[Any] = []
         self._say: queue.SimpleQueue[tuple[Message, ...]] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -147,6 +211,8 @@ class ScriptedTokenizer:
                 self._outbox.send(said)
         elif isinstance(message, Ask):
             data = self.answers.get(message.what, {})
+            if callable(data):
+                data = data(message)
             if isinstance(data, ErrorInfo):
                 self._outbox.send(Answer(message.call, data, {}))
             elif data is not None:
@@ -180,9 +246,11 @@ class Harness:
         self.tokenizers = [ScriptedTokenizer(self.directory, i) for i in range(self.config.tokenizer_workers)]
         self.tokenizer = self.tokenizers[0]
         self.metrics = Metrics()
-        self.client = Client(self.config, self.directory, self.metrics)
+        self.requests = RequestLog(self.metrics, enabled=self.config.log_requests)
+        self.client = Client(self.config, self.directory, self.requests)
         self.metrics.follow(lambda: self.client.latest_stats)
         self.service = Service(self.config, model or source(), self.client)
+        self.service.requests = self.requests
         self.service.state = "ready"
         # With its protocol named, as asyncio sets TCP_NODELAY only then.
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -198,16 +266,9 @@ class Harness:
         self.loop = asyncio.get_running_loop()
         await self.client.start()
         application = app.create(self.service, self.metrics)
-        self.listener = Listener(
-            uvicorn.Config(
-                application,
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                log_level="critical",
-                timeout_graceful_shutdown=1,
-            )
-        )
+        listening = process.listening(application)
+        listening.timeout_graceful_shutdown = 1
+        self.listener = Listener(listening)
         self.loop.call_later(0.01, self._up.set)
         await self.listener.serve(sockets=[self._socket])
         await self.client.close()

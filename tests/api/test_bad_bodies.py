@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from sapwood.srt.errors import BadRequest
 from sapwood.srt.messages import ChatPrompt, Generate
+from sapwood.srt.server import guard
+from sapwood.srt.server.protocol import CompletionRequest
 from sapwood.srt.server.service import Service
-from tests.api.scripted import Harness
+from tests.api.scripted import Harness, client
 
 CHAT = "/v1/chat/completions"
-ROUTES = (CHAT, "/v1/completions", "/generate", "/abort_request")
+ROUTES = (
+    CHAT,
+    "/v1/completions",
+    "/v1/embeddings",
+    "/generate",
+    "/tokenize",
+    "/detokenize",
+    "/cache/explain",
+    "/abort_request",
+)
 
 
 def chat_body(content: bytes) -> bytes:
@@ -158,20 +171,131 @@ def test_wrong_methods(http: httpx.Client) -> None:
     assert error_of(http.delete("/health"), 405)["param"] is None
 
 
-def test_an_internal_error_shows_no_traceback(
-    server: Harness, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_internal_error_shows_no_traceback(server: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: object, **_kwargs: object) -> None:
         raise RuntimeError("secret")
 
     monkeypatch.setattr(server.client, "submit_all", fail)
-    error = error_of(send(http, chat_body(b"x")), 500)
+    with client(server) as own:  # the server closes its connection
+        error = error_of(send(own, chat_body(b"x")), 500)
     assert error == {
         "message": "internal error",
         "type": "server_error",
         "code": "internal_error",
         "param": None,
     }
+
+
+@pytest.mark.parametrize("digits", [20, 400, 1000, 4300, 100_000])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, '{"messages":[{"role":"user","content":"x"}],"n":%s}'),
+        (CHAT, '{"messages":[{"role":"user","content":"x"}],"logit_bias":{"%s":1}}'),
+        (CHAT, '{"messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"a":%s}}'),
+        (CHAT, '{"messages":[{"role":"user","content":"x"}],"prompt_logprobs":%s}'),
+        (CHAT, '{"messages":[{"role":"user","content":"x"}],"priority":%s}'),
+        (CHAT, '{"messages":[{"role":"user","content":"x"}],"timeout":%s}'),
+        ("/v1/completions", '{"prompt":[%s]}'),
+        ("/v1/completions", '{"prompt":"x","best_of":%s}'),
+        ("/v1/completions", '{"prompt":"x","max_tokens":%s}'),
+        ("/v1/embeddings", '{"input":"x","dimensions":%s}'),
+        ("/generate", '{"text":"x","return_logprob":true,"logprob_start_len":%s}'),
+        ("/generate", '{"text":"x","return_logprob":true,"token_ids_logprob":[%s]}'),
+        ("/detokenize", '{"tokens":[%s]}'),
+    ],
+)
+def test_numbers_of_many_digits(
+    server: Harness, http: httpx.Client, path: str, body: str, digits: int
+) -> None:
+    for sign in ("", "-"):
+        number = sign + "9" * digits
+        error_of(send(http, body.replace("%s", number).encode(), path))
+    assert server.tokenizer.received == []
+
+
+def test_a_long_list_of_ids_is_refused_before_it_is_looked_at(
+    new_server: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million ids fit in a body."""
+
+    def fail(*_args: object) -> None:
+        raise RuntimeError("the ids were looked at")
+
+    harness = new_server()
+    harness.service.max_request_tokens = 2048
+    with client(harness) as http:
+        assert http.post("/v1/completions", json={"prompt": [5] * 2048}).status_code == 200
+        monkeypatch.setattr(Service, "packed", fail)
+        body = b"[" + b"5," * 1_000_000 + b"5]"
+        for path, field in (
+            ("/v1/completions", b"prompt"),
+            ("/generate", b"input_ids"),
+            ("/v1/embeddings", b"input"),
+        ):
+            error = error_of(send(http, b'{"' + field + b'":' + body + b"}", path))
+            assert error["code"] == "context_length_exceeded"
+            assert "1000001" in error["message"]
+            assert "2048" in error["message"]
+
+
+def test_the_collector_rests_while_a_large_body_is_read() -> None:
+    """It made a million small lists take two seconds, in which no stream goes on."""
+    runs: list[str] = []
+
+    def note(phase: str, _info: dict[str, int]) -> None:
+        runs.append(phase)
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        guard.decode(b'{"prompt":[' + b"[1]," * 300_000 + b"[1]]}", CompletionRequest)
+        assert len(runs) <= 4
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled()
+    with pytest.raises(BadRequest):
+        guard.decode(b"[" * 100_000, CompletionRequest)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 20_000}]},
+            "messages[0].content",
+        ),
+        ({"chat_template_kwargs": {"a": [1] * 100_000}}, "chat_template_kwargs"),
+        ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
+        ({"stop": ["x"] * 100_000}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
+        ({"stop_token_ids": [5] * 257}, "stop_token_ids"),
+        ({"n": 129}, "n"),
+    ],
+)
+def test_long_lists(server: Harness, http: httpx.Client, fields: Any, param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    assert error_of(http.post(CHAT, json=body))["param"] == param
+    assert server.tokenizer.received == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["image_url", "input_audio", "file", "video_url", "refusal", "xyz", "é" * 500]
+)
+def test_parts_that_are_not_text(server: Harness, http: httpx.Client, kind: str) -> None:
+    content = [{"type": "text", "text": "look"}, {"type": kind, "url": "http://localhost/x.png"}]
+    error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": content}]}))
+    assert (error["code"], error["param"]) == ("unsupported", "messages[0].content[1].type")
+    assert kind[:100] in error["message"]
+    assert "text parts only" in error["message"]
+    assert server.tokenizer.received == []
+
+
+def test_a_template_of_the_request_is_refused(http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages }}"}
+    assert "templates come from --chat-template" in error_of(http.post(CHAT, json=body))["message"]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +305,8 @@ def test_an_internal_error_shows_no_traceback(
         ("/generate", "text", ""),
         ("/v1/completions", "prompt", [5]),
         ("/v1/completions", "prompt", ""),
+        ("/v1/embeddings", "input", [5]),
+        ("/v1/embeddings", "input", ""),
     ],
 )
 def test_too_many_prompts_are_refused_before_they_are_looked_at(

@@ -41,7 +41,7 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] = []
 
-    def on_started(self, event: Started) -> None:
+    def on_started(self, event: Started, namespace: str) -> None:
         self.seen.append(("started", event.rid))
 
     def on_chunk(self, event: Chunk, arrived: float) -> None:

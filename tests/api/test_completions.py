@@ -82,6 +82,26 @@ def test_choices_are_prompt_major(server: Harness, http: httpx.Client) -> None:
     assert all(v["usage"] is None for v in values[:-1])
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}])
+def test_usage_in_streams(server: Harness, http: httpx.Client, options: Any, n: int) -> None:
+    """P22"""
+    values = events(post(http, prompt="x", stream=True, stream_options=options, n=n).text)
+    if options == {"include_usage": True}:
+        assert values[-1]["choices"] == []
+        assert values[-1]["usage"] == post(http, prompt="x", n=n).json()["usage"]
+        assert all(v["usage"] is None and v["choices"] for v in values[:-1])
+    else:
+        assert all("usage" not in v and v["choices"] for v in values)
+    assert refused(http, prompt="x", stream_options={})["param"] == "stream_options"
+
+
+def test_n_below_one(http: httpx.Client) -> None:
+    """P15"""
+    for n in (0, -1):
+        assert refused(http, prompt="x", n=n)["param"] == "n"
+
+
 def test_one_finish_for_each_choice(server: Harness, http: httpx.Client) -> None:
     """P09"""
     for n in (1, 2):
@@ -129,25 +149,29 @@ def test_a_prompt_is_required(http: httpx.Client) -> None:
 
 
 def test_token_limits(server: Harness, http: httpx.Client) -> None:
-    """Without a limit OpenAI's 16; 0 is refused until logprobs of prompts are there."""
-    for value, limit in ((None, 16), (1, 1), (5000, 5000)):
+    """Without a limit OpenAI's 16; 0 computes the prompt and nothing else."""
+    for value, limit in ((None, 16), (0, 0), (1, 1), (5000, 5000)):
         assert post(http, prompt="x", max_tokens=value).status_code == 200
         assert server.tokenizer.wait_for(Generate)[-1].params.max_tokens == limit
-    for bad in (0, -1, "5"):
+    for bad in (-1, "5", 10**30):
         assert refused(http, prompt="x", max_tokens=bad)["param"] == "max_tokens"
 
 
-def test_what_is_not_supported_yet(http: httpx.Client) -> None:
+def test_what_is_not_supported(http: httpx.Client) -> None:
     assert refused(http, prompt="x", suffix="y")["param"] == "suffix"
-    assert refused(http, prompt="x", best_of=3)["param"] == "best_of"
-    assert refused(http, prompt="x", best_of=3, n=2)["param"] == "best_of"
-    assert post(http, prompt="x", best_of=2, n=2).status_code == 200
-    assert post(http, prompt="x", best_of=1).status_code == 200
-    assert refused(http, prompt=[5], echo=True)["code"] == "unsupported"
-    assert refused(http, prompt="x", echo=True, logprobs=1)["code"] == "unsupported"
+    assert refused(http, prompt="x", allowed_token_ids=[5])["code"] == "unsupported"
+    assert refused(http, prompt="x", truncate_prompt_tokens=5)["code"] == "unsupported"
     assert refused(http, prompt="x", logprobs=21)["param"] == "logprobs"
     assert refused(http, prompt="x", logprobs=True)["param"] == "logprobs"
     assert refused(http, prompt="x", messages=[])["code"] == "unknown_field"
+    assert refused(http, prompt=[5], add_special_tokens=True)["param"] == "add_special_tokens"
+
+
+def test_special_tokens_of_text_prompts(server: Harness, http: httpx.Client) -> None:
+    for value, added in ((None, True), (True, True), (False, False)):
+        assert post(http, prompt=["x"], add_special_tokens=value).status_code == 200
+        assert server.tokenizer.wait_for(Generate)[-1].prompt == TextPrompt("x", added)
+    assert post(http, prompt=[5], add_special_tokens=False).status_code == 200
 
 
 def test_null_means_absent_for_every_optional_field(server: Harness, http: httpx.Client) -> None:
@@ -209,11 +233,11 @@ def test_tokens_that_are_not_whole_characters() -> None:
     """Offsets count characters that are complete; a part of one is written as bytes."""
     raws = [b"a", b"\xe2\x82", b"\xac", b"b", b""]
     items = [TextLogprob(i, -1.0, raw.decode(errors="replace"), raw) for i, raw in enumerate(raws)]
-    writer = CompletionWriter()
+    writer = CompletionWriter(0)
     first, second = writer.write(items[:2]), writer.write(items[2:])
     assert first.tokens + second.tokens == ["a", "bytes:\\xe2\\x82", "bytes:\\xac", "b", ""]
     assert first.text_offset + second.text_offset == [0, 1, 1, 2, 3]
-    assert [entry.bytes for entry in chat(items).content] == [list(raw) for raw in raws]
+    assert [entry.bytes for entry in chat(items, 0).content] == [list(raw) for raw in raws]
 
 
 def test_too_many_prompts(new_server: Any) -> None:
@@ -253,7 +277,9 @@ def test_a_server_without_a_tokenizer_takes_ids_only(new_server: Any) -> None:
 
     harness = new_server(make(skip_tokenizer_init=True))
     with client(harness) as http:
-        assert "token ids only" in refused(http, prompt="x")["message"]
+        error = refused(http, prompt="x")
+        assert "token ids only" in error["message"]
+        assert error["param"] == "prompt"
         assert post(http, prompt=[5]).status_code == 200
 
 

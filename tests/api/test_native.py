@@ -131,7 +131,9 @@ def test_sampling_params_of_each_prompt(server: Harness, http: httpx.Client) -> 
         ({"input_ids": [1000]}, "input_ids"),
         ({"input_ids": [5, [6]]}, "input_ids"),
         ({"input_ids": "x"}, "input_ids"),
-        ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"text": "x", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+        ({"text": "x", "sampling_params": {"stop_regex": "a+"}}, "stop_regex"),
+        ({"text": "x", "sampling_params": {"no_stop_trim": True}}, "no_stop_trim"),
         ({"text": "x", "sampling_params": {"min_new_tokens": 5, "max_new_tokens": 4}}, "min_new_tokens"),
         ({"text": "x", "sampling_params": {"top_k": -2}}, "top_k"),
         ({"text": "x", "sampling_params": {"top_k": 1.5}}, "sampling_params.top_k"),
@@ -139,7 +141,16 @@ def test_sampling_params_of_each_prompt(server: Harness, http: httpx.Client) -> 
         ({"text": "x", "sampling_params": {"regex": "a+"}}, "regex"),
         ({"text": "x", "sampling_params": {"json_schema": "{}"}}, "json_schema"),
         ({"text": "x", "sampling_params": {"ebnf": "root ::= x"}}, "ebnf"),
-        ({"text": "x", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "x", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+        ({"text": "x", "return_logprob": True, "logprob_start_len": 2**31}, "logprob_start_len"),
+        ({"text": "x", "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "x", "token_ids_logprob": [5]}, "token_ids_logprob"),
+        ({"text": "x", "return_logprob": True, "token_ids_logprob": [1000]}, "token_ids_logprob"),
+        ({"text": "x", "return_logprob": True, "token_ids_logprob": [5, [6]]}, "token_ids_logprob"),
+        ({"text": "x", "return_logprob": True, "token_ids_logprob": [[5], [6]]}, "token_ids_logprob"),
+        ({"text": "x", "return_logprob": [True, True]}, "return_logprob"),
+        ({"text": "x", "return_logprob": True, "top_logprobs_num": [1, 2]}, "top_logprobs_num"),
+        ({"text": "x", "timeout": 0}, "timeout"),
         ({"text": "x", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
         ({"text": "x", "top_logprobs_num": 2}, "top_logprobs_num"),
         ({"text": "x", "return_text_in_logprobs": True}, "return_text_in_logprobs"),
@@ -148,6 +159,12 @@ def test_sampling_params_of_each_prompt(server: Harness, http: httpx.Client) -> 
         ({"text": "x", "bootstrap_room": 1}, "bootstrap_room"),
         ({"text": "x", "session_params": {}}, "session_params"),
         ({"text": "x", "lora_path": "y"}, "lora_path"),
+        ({"text": "x", "image_data": "y"}, "image_data"),
+        ({"text": "x", "return_hidden_states": True}, "return_hidden_states"),
+        ({"text": "x", "custom_logit_processor": "y"}, "custom_logit_processor"),
+        ({"text": "x", "priority": 1}, "priority"),
+        ({"text": "x", "log_metrics": False}, "log_metrics"),
+        ({"text": "x", "skip_radix_cache_insert": True}, "skip_radix_cache_insert"),
     ],
 )
 def test_bad_values(server: Harness, http: httpx.Client, fields: Any, param: str) -> None:
@@ -174,7 +191,7 @@ def test_a_stream_is_cumulative(server: Harness, http: httpx.Client) -> None:
     reasons = [v["meta_info"]["finish_reason"] for v in values]
     assert reasons == [None] * (len(values) - 1) + [{"type": "stop", "matched": 2}]
     assert values[-1]["output_ids"] == [50, 51]
-    assert len(values[-1]["meta_info"]["output_token_logprobs"]) == 2
+    assert sum(len(value["meta_info"]["output_token_logprobs"]) for value in values) == 2
     assert all("index" not in v for v in values)
 
 

@@ -235,3 +235,30 @@ def _stuck_reader(running: Running) -> socket.socket:
         running.tokenizer.say(Chunk(rid, 0, "x" * 200_000, pack([5])))
     time.sleep(0.2)
     return sock
+
+
+def test_keys_are_asked_for_and_in_no_command_line(launch: Callable[..., Running]) -> None:
+    running = launch(api_key="key-of-a-user", admin_api_key="key-of-the-admin")
+    assert "key-of" not in " ".join(running.process.cmdline())
+    assert running.http.get("/v1/models").status_code == 401
+    assert running.http.get("/v1/models", headers={"x-api-key": "key-of-a-user"}).status_code == 200
+    assert running.http.get("/metrics", headers={"x-api-key": "key-of-a-user"}).status_code == 403
+    assert running.http.get("/metrics", headers={"x-api-key": "key-of-the-admin"}).status_code == 200
+
+
+def test_logs_can_be_json(launch: Callable[..., Running], capfd: pytest.CaptureFixture[str]) -> None:
+    """Requests are logged when asked for, whatever the level; uvicorn's warnings have the form too."""
+    running = launch(log_format="json", log_requests=True, log_level="warning")
+    assert running.http.get("/nope", headers={"x-request-id": "mine"}).status_code == 404
+    with socket.create_connection(("127.0.0.1", running.port)) as sock:
+        sock.sendall(b"rubbish\r\n\r\n")
+        assert sock.recv(65536).startswith(b"HTTP/1.1 400")
+    said: list[dict[str, Any]] = []
+
+    def both() -> bool:
+        said.extend(json.loads(line) for line in capfd.readouterr().err.splitlines())
+        return len(said) >= 2
+
+    running.wait_for(both)
+    assert (said[0]["message"], said[0]["request_id"], said[0]["status"]) == ("request ended", "mine", 404)
+    assert (said[1]["level"], said[1]["role"]) == ("warning", "server")

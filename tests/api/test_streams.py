@@ -61,6 +61,36 @@ def live(harness: Harness) -> int:
     return harness.call(lambda: harness.client.live)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, ASK, "messages"),
+        ("/v1/completions", {"prompt": "x"}, "prompt"),
+        ("/v1/embeddings", {"input": "x"}, "input"),
+        ("/generate", {"text": "x"}, "text"),
+        ("/generate", {"input_ids": [5]}, "input_ids"),
+    ],
+)
+def test_an_error_of_the_prompt_names_the_requests_field(
+    server: Harness, http: httpx.Client, path: str, body: dict[str, Any], field: str
+) -> None:
+    empty = ErrorInfo(400, "invalid_request_error", "invalid_value", "prompt is empty", "prompt")
+    server.tokenizer.script = lambda g: [Ended(g.rid, empty)]
+    error = http.post(path, json=body).json()["error"]
+    assert (error["param"], error["message"]) == (field, f"{field} is empty")
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
+def test_a_request_may_bring_its_own_deadline(server: Harness, http: httpx.Client, path: str) -> None:
+    server.tokenizer.script = lambda g: []
+    body = BODIES.get(path, {"input": "x"})
+    response = http.post(path, json={**body, "timeout": 0.05})
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    generate = server.tokenizer.wait_for(Generate)[0]
+    assert server.tokenizer.wait_for(Abort) == [Abort(generate.rid)]
+
+
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "queued"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("path", BODIES)

@@ -17,6 +17,7 @@ def ask(
 ) -> list[Tensor]:
     n, kmax = len(source), max(top)
     out = [torch.zeros(n), torch.zeros(n, kmax, dtype=torch.int32), torch.zeros(n, kmax)]
+    out.append(torch.zeros(n, dtype=torch.float64))
     run(logits, *(torch.tensor(column, dtype=torch.int32) for column in (source, ids, top)), *out)
     return out
 
@@ -50,17 +51,27 @@ def test_a_row_does_not_depend_on_the_others(isa: str) -> None:
 
 
 @pytest.mark.usefixtures("isa")
+def test_the_norm_gives_every_other_value_to_the_bit() -> None:
+    logits = random_logits(2, 3001)
+    norms = ask(logits, [0, 1], [0, 0], [1, 1])[3]
+    for row in (0, 1):
+        values = (logits[row].double() - norms[row]).float()
+        tokens = list(range(0, 3001, 37))
+        assert torch.equal(ask(logits, [row] * len(tokens), tokens, [1] * len(tokens))[0], values[tokens])
+
+
+@pytest.mark.usefixtures("isa")
 def test_ties_are_ordered_by_id() -> None:
     logits = torch.zeros(1, 2000)
     logits[0, [700, 1999]] = 1.0
-    _, ids, values = ask(logits, [0], [3], [6])
+    _, ids, values, _ = ask(logits, [0], [3], [6])
     assert ids[0].tolist() == [700, 1999, 0, 1, 2, 3]
     assert values[0].tolist() == sorted(values[0].tolist(), reverse=True)
 
 
 @pytest.mark.usefixtures("isa")
 def test_fewer_tokens_than_alternatives() -> None:
-    _, ids, values = ask(random_logits(1, 3), [0], [0], [5])
+    _, ids, values, _ = ask(random_logits(1, 3), [0], [0], [5])
     assert ids[0].tolist()[3:] == [-1, -1]
     assert sorted(ids[0].tolist()[:3]) == [0, 1, 2]
     assert values[0, 3:].isneginf().all()
@@ -72,10 +83,11 @@ def test_masked_and_bad_logits() -> None:
     logits[0, 1:] = float("-inf")
     logits[1, 50] = float("nan")
     logits[2] = float("-inf")
-    chosen, ids, _ = ask(logits, [0, 0, 1, 2], [0, 1, 0, 0], [1, 1, 1, 1])
+    chosen, ids, _, norms = ask(logits, [0, 0, 1, 2], [0, 1, 0, 0], [1, 1, 1, 1])
     assert chosen[0] == 0.0
     assert chosen[1] == float("-inf")
     assert chosen[2:].isnan().all()
+    assert norms.isnan().tolist() == [False, False, True, True]
     assert ids[:, 0].tolist() == [0, 0, -1, -1]
 
 

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from sapwood.kernels import native
-from sapwood.kernels.ops.activation import silu_mul, silu_mul_reference
+from sapwood.kernels.ops.activation import (
+    gelu_tanh_mul,
+    gelu_tanh_mul_reference,
+    silu_mul,
+    silu_mul_reference,
+)
 from sapwood.kernels.ops.norm import head_norm, head_norm_reference, rms_norm, rms_norm_reference
 from sapwood.kernels.ops.rope import rope_store, rope_store_reference, rope_table
 
@@ -57,15 +62,50 @@ def test_silu_mul(i: int) -> None:
     assert torch.equal(alone[0], out[17])
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("i", SIZES)
+def test_gelu_tanh_mul(i: int) -> None:
+    gate_up = random(31, 2 * i) * 4
+    out, expected = torch.empty(31, i), torch.empty(31, i)
+    gelu_tanh_mul(gate_up, out)
+    gelu_tanh_mul_reference(gate_up, expected)
+    torch.testing.assert_close(out, expected, rtol=2e-6, atol=1e-5)
+    alone = torch.empty(1, i)
+    gelu_tanh_mul(gate_up[17:18], alone)
+    assert torch.equal(alone[0], out[17])
+
+
+@pytest.mark.usefixtures("isa")
+def test_gelu_tanh_is_the_formula_to_a_few_units_in_the_last_place() -> None:
+    """Against float64: float32's 1 + tanh loses all its digits for negative gates."""
+    gates = torch.linspace(-12, 12, 24001)
+    out, exact = torch.empty(1, 24001), torch.empty(1, 24001, dtype=torch.float64)
+    gelu_tanh_mul(torch.cat([gates, torch.ones(24001)])[None], out)
+    gelu_tanh_mul_reference(torch.cat([gates, torch.ones(24001)])[None].double(), exact)
+    near = gates.abs() < 3
+    torch.testing.assert_close(out[:, near].double(), exact[:, near], rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.usefixtures("isa")
+def test_gelu_tanh_of_extreme_gates() -> None:
+    gates = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1e30, float("nan")])
+    out, expected = torch.empty(1, 8), torch.empty(1, 8)
+    gelu_tanh_mul(torch.cat([gates, torch.ones(8)])[None], out)
+    gelu_tanh_mul_reference(torch.cat([gates, torch.ones(8)])[None], expected)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
 def test_threads_change_nothing(isa: str) -> None:
     x, weight, gate_up = random(200, 576), random(576, seed=1), random(200, 1152, seed=2)
     results = []
     for threads in (1, 2, 5):
         native.load(isa, threads)
-        normed, headed, gated = torch.empty(200, 576), x.clone(), torch.empty(200, 576)
+        normed, headed, gated = torch.empty(200, 576), x.clone(), torch.empty(2, 200, 576)
         rms_norm(x, weight, 1e-5, normed)
         head_norm(headed.view(200, 9, 64), weight[:64].contiguous(), 1e-5)
-        silu_mul(gate_up, gated)
+        silu_mul(gate_up, gated[0])
+        gelu_tanh_mul(gate_up, gated[1])
         results.append((normed, headed, gated))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
@@ -88,10 +128,13 @@ def test_rope_table_is_hugging_faces_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("hq", "hkv", "d"), [(9, 3, 64), (4, 4, 80), (8, 1, 34), (2, 1, 6)])
-def test_rope_store(isa: str, hq: int, hkv: int, d: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("hq", "hkv", "d", "rotary"),
+    [(9, 3, 64, 64), (4, 4, 80, 80), (8, 1, 34, 34), (2, 1, 6, 6), (4, 2, 96, 72)],
+)
+def test_rope_store(isa: str, hq: int, hkv: int, d: int, rotary: int, dtype: torch.dtype) -> None:
     m = 21
-    table = rope_table(1.0 / 1000.0 ** (torch.arange(0, d, 2, dtype=torch.float32) / d), 300)
+    table = rope_table(1.0 / 1000.0 ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary), 300, 1.1)
     generator = torch.Generator().manual_seed(3)
     positions = torch.randint(0, 300, (m,), generator=generator, dtype=torch.int32)
     slots = torch.randperm(50, generator=generator)[:m].int()
@@ -102,6 +145,8 @@ def test_rope_store(isa: str, hq: int, hkv: int, d: int, dtype: torch.dtype) -> 
         qkv, (k_pool, v_pool) = before.clone(), torch.zeros(2, 50, hkv, d).to(dtype)
         run(qkv, positions, slots, table, hq, hkv, d, k_pool, v_pool)
         states.append((qkv, k_pool, v_pool))
+        heads = qkv.view(m, -1, d)
+        assert torch.equal(heads[..., rotary:], before.view(m, -1, d)[..., rotary:])
     for state in states[1:]:
         assert all(torch.equal(a, b) for a, b in zip(state, states[0], strict=True))
 
@@ -117,3 +162,11 @@ def test_rope_store_writes_nothing_out_of_range(position: int, slot: int) -> Non
         rope_store(qkv, positions, slots, table, 1, 1, 4, pool, pool.clone())
     assert torch.equal(qkv, before)
     assert not pool.any()
+
+
+@pytest.mark.parametrize("rotary", [3, 6])
+def test_rope_store_refuses_a_table_that_fits_no_head(rotary: int) -> None:
+    pool = torch.zeros(5, 1, 4)
+    one = torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"turns {rotary} channels; an even number up to the head's 4"):
+        rope_store(random(1, 12), one, one, torch.ones(8, rotary), 1, 1, 4, pool, pool.clone())

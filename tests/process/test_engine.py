@@ -23,6 +23,7 @@ from sapwood import Engine, SamplingParams
 from sapwood.srt.errors import (
     BadRequest,
     ConfigError,
+    Conflict,
     ContextTooLong,
     ModelError,
     ProcessDied,
@@ -135,6 +136,32 @@ def test_logprobs_come_on_request(engine: Engine) -> None:
     assert all(len(top) == 2 and top[0][0] >= top[1][0] for top in tops)
 
 
+def test_the_prompts_logprobs_come_on_request(engine: Engine) -> None:
+    wanted: dict[str, Any] = {
+        "return_logprob": True,
+        "logprob_start_len": 2,
+        "top_logprobs_num": 1,
+        "token_ids_logprob": [5, 7],
+    }
+    answer = engine.generate(PROMPT, GREEDY, **wanted)
+    meta, ids = answer["meta_info"], engine.tokenize(PROMPT)
+    assert [token for _, token, _ in meta["input_token_logprobs"]] == ids[2:]
+    assert [[t for _, t, _ in place] for place in meta["output_token_ids_logprobs"]] == [[5, 7]] * 8
+    place = 3
+    alone = engine.generate(
+        input_ids=ids[:place],
+        sampling_params={"max_tokens": 1},
+        return_logprob=True,
+        token_ids_logprob=[ids[place]],
+    )["meta_info"]
+    assert alone["output_token_ids_logprobs"][0][0] == meta["input_token_logprobs"][place - 2]
+    nothing = engine.generate(PROMPT, {"max_tokens": 0}, return_logprob=True, logprob_start_len=0)
+    assert (nothing["text"], nothing["output_ids"]) == ("", [])
+    first, *others = nothing["meta_info"]["input_token_logprobs"]
+    assert first == (None, ids[0], engine.get_tokenizer().decode(ids[:1]))
+    assert others[1:] == meta["input_token_logprobs"]
+
+
 def test_a_stream_grows_into_the_whole_answer(engine: Engine) -> None:
     whole = engine.generate(PROMPT, GREEDY)
     pieces = list(engine.generate(PROMPT, GREEDY, stream=True))
@@ -165,6 +192,78 @@ def test_a_chat_is_its_rendered_prompt(engine: Engine) -> None:
     assert last["output_ids"] == answer["output_ids"]
     longer = engine.chat(messages, GREEDY, add_generation_prompt=False)
     assert longer["meta_info"]["prompt_tokens"] < answer["meta_info"]["prompt_tokens"]
+
+
+def test_a_prompt_is_read_as_it_is_tokenized(engine: Engine) -> None:
+    ids = engine.tokenize(PROMPT)
+    assert ids == engine.get_tokenizer().encode(PROMPT).ids
+    chat = [{"role": "user", "content": "hi"}]
+    assert len(engine.tokenize(chat)) == engine.chat(chat, GREEDY)["meta_info"]["prompt_tokens"]
+    assert engine.tokenize(ids) == ids
+    with pytest.raises(BadRequest, match="lone surrogate"):
+        engine.tokenize("a\ud800")
+    with pytest.raises(BadRequest, match="prompt"):
+        engine.tokenize(5)  # type: ignore[arg-type]
+
+
+def test_the_cache_explains_what_it_would_find(engine: Engine) -> None:
+    engine.flush_cache()
+    cold = engine.cache_explain(PROMPT)
+    assert (cold["matched"], cold["stopped"]) == (0, "cold")
+    engine.generate(PROMPT, GREEDY)
+    assert engine.cache_explain(PROMPT)["stopped"] == "last_token"
+    other = engine.cache_explain(PROMPT[:-4] + "?!")
+    assert other["stopped"] == "diverged"
+    assert 0 < other["matched"] < len(engine.tokenize(PROMPT))
+    assert engine.cache_explain(PROMPT, cache_salt="mine")["matched"] == 0
+    found = engine.generate(PROMPT[:-4] + "?!", GREEDY)["meta_info"]
+    assert found["cached_tokens"] == other["matched"]
+
+
+def test_a_call_may_hold_more_prompts_than_may_wait(model: str, engine: Engine) -> None:
+    few = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    many = [[3 + i, 5, 7] for i in range(50)]
+    expected = [a["output_ids"] for a in engine.generate(input_ids=many, sampling_params=few)]
+    with Engine(
+        model, max_running_requests=2, max_queued_requests=4, max_total_tokens=512, log_level="warning"
+    ) as small:
+        whole = small.generate(input_ids=many, sampling_params=few, rid="r")
+        assert [a["output_ids"] for a in whole] == expected
+        assert [a["meta_info"]["id"] for a in whole] == [f"r_{i}" for i in range(50)]
+        streamed: dict[int, Any] = {}
+        for piece in small.generate(input_ids=many, sampling_params={**few, "n": 2}, stream=True):
+            streamed[piece["index"]] = piece["output_ids"]
+        assert [streamed[2 * i] for i in range(50)] == expected == [streamed[2 * i + 1] for i in range(50)]
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(small.generate, input_ids=many, sampling_params=few) for _ in range(2)]
+            slow = pool.submit(
+                lambda: list(small.generate(input_ids=many[:10], sampling_params=few, stream=True))
+            )
+            assert [[a["output_ids"] for a in c.result()] for c in calls] == [expected] * 2
+            assert len({piece["index"] for piece in slow.result()}) == 10
+        with pytest.raises(ContextTooLong):
+            small.generate(input_ids=[*many, [5] * 600], sampling_params=few)
+        assert idle(small)
+
+
+def test_a_stream_that_is_not_read_on_is_in_nobodys_way(model: str) -> None:
+    few = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    with Engine(
+        model, max_running_requests=2, max_queued_requests=2, max_total_tokens=512, log_level="warning"
+    ) as small:
+        expected = [a["output_ids"] for a in small.generate(PROMPTS[:3], few)]
+        stream = small.generate(PROMPTS[:3], few, stream=True)
+        pieces = [next(stream)]
+        assert asyncio.run(asyncio.wait_for(small.async_generate(PROMPTS[:2], few), 30))
+        pieces += stream
+        assert [[p["output_ids"] for p in pieces if p["index"] == i][-1] for i in range(3)] == expected
+        left = small.generate(PROMPTS[:3], {**few, "max_tokens": 400}, stream=True)
+        next(left)
+        left.close()
+        with pytest.raises(ContextTooLong):
+            list(small.generate(input_ids=[[5] * 600, [5] * 6], sampling_params=few, stream=True))
+        assert len(small.generate(PROMPTS[:2], few)) == 2
+        assert small._runtime.gate._free == 2
 
 
 def test_a_running_loop_is_no_obstacle(engine: Engine) -> None:
@@ -233,15 +332,21 @@ def test_ctrl_c_aborts_the_call_and_nothing_else(engine: Engine) -> None:
         ({"prompt": "a", "sampling_params": {"max_tokens": "5"}}, "max_new_tokens"),
         ({"prompt": "a", "sampling_params": {"max_tokens": 5, "max_new_tokens": 5}}, "twice"),
         ({"prompt": "a", "sampling_params": SamplingParams(n=0)}, "n must be from 1"),
+        ({"prompt": "a", "sampling_params": SamplingParams(logprobs=1)}, "logprobs is for LLM"),
+        ({"prompt": "a", "sampling_params": 5}, "must be a dict or SamplingParams, got int"),
+        ({"prompt": "a", "nonsense": 5}, "nonsense"),
+        ({"prompt": "a", "logprob_start_len": 0}, "logprob_start_len needs return_logprob"),
+        ({"prompt": ["a", "b"], "rid": ["x", "x"]}, "the same"),
         ({"prompt": ["a", "b"], "sampling_params": [{}]}, "one entry for each of the 2 prompts, got 1"),
         ({"prompt": ["a", "b"], "rid": ["x"]}, "one entry for each of the 2 prompts, got 1"),
         ({"prompt": "a", "top_logprobs_num": 2}, "return_logprob"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt must have from 1 to 256 characters, got 0"),
         ({"prompt": "a", "return_logprob": True, "top_logprobs_num": 21}, "from 0 to 20, got 21"),
     ],
 )
 def test_a_wrong_argument_is_named(engine: Engine, arguments: dict[str, Any], text: str) -> None:
     for stream in (False, True):
-        with pytest.raises(BadRequest, match=text):
+        with pytest.raises((BadRequest, Conflict), match=text):
             list(engine.generate(**arguments, stream=stream))
 
 
@@ -298,14 +403,17 @@ def test_a_death_is_raised_by_running_and_later_calls(own_engine: Engine, role: 
         own_engine.flush_cache()
 
 
+def own_pids(engine: Engine) -> set[int]:
+    return {c.process.pid for c in engine._runtime._launcher._launcher._children}
+
+
 def _of_others(engine: Engine) -> set[int]:
     """Process ids of other engines of this test session."""
-    mine = {c.process.pid for c in engine._runtime._launcher._children}
-    return {p.pid for p in processes()} - mine
+    return {p.pid for p in processes()} - own_pids(engine)
 
 
 def test_shutting_down_ends_what_runs(own_engine: Engine) -> None:
-    mine = [c.process.pid for c in own_engine._runtime._launcher._children]
+    mine = own_pids(own_engine)
     folder = Path(own_engine._runtime._launcher.directory)
     stream = own_engine.generate(PROMPT, LONG, stream=True)
     next(stream)
@@ -321,7 +429,7 @@ def test_shutting_down_ends_what_runs(own_engine: Engine) -> None:
 
 def test_the_collector_ends_an_engine(model: str) -> None:
     engine = Engine(model, max_total_tokens=512, log_level="warning")
-    mine = [c.process.pid for c in engine._runtime._launcher._children]
+    mine = own_pids(engine)
     del engine
     deadline = time.monotonic() + 5
     while any(map(psutil.pid_exists, mine)) and time.monotonic() < deadline:
@@ -372,7 +480,9 @@ def _lives(pid: int) -> bool:
 
 def test_what_cannot_start_says_why_and_leaves_nothing(model: str, tmp_path: Path) -> None:
     before = processes()
-    with pytest.raises(ConfigError, match="unknown option 'tp_size'"):
+    with pytest.raises(ConfigError, match="unknown option 'nonsense'"):
+        Engine(model, nonsense=2)
+    with pytest.raises(ConfigError, match="tp_size 2 is refused"):
         Engine(model, tp_size=2)
     with pytest.raises(ModelError, match="nowhere"):
         Engine(str(tmp_path / "nowhere"))

@@ -105,6 +105,7 @@ class FakeLifeline:
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.facts: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        self.on_orphan: Any = None
 
     def ready(self, facts: dict[str, str] | None = None, max_request_tokens: int = 0) -> None:
         self.facts.put(facts or {})

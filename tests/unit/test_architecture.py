@@ -17,7 +17,7 @@ ROOT = Path(sapwood.__file__).resolve().parent.parent
 FOLDERS = ("srt", "lang", "kernels", "sapwood")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
-LEAVES = {"errors", "params", "config", "messages", "log"}
+LEAVES = {"errors", "params", "config", "messages", "log", "namespaces"}
 WIRED = LEAVES | {"channel", "lifeline"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "errors": set(),
     "log": set(),
+    "namespaces": set(),
     "params": {"errors"},
     "config": {"errors"},
     "messages": {"errors", "params", "config"},
@@ -43,11 +44,55 @@ MAY_IMPORT: dict[str, set[str]] = {
     "child": LEAVES | {"lifeline"},
     "launch": LEAVES | {"lifeline", "child"},
     "serve": LEAVES | {"lifeline", "launch"},
-    "offline": LEAVES | {"client", "launch", "server"},
-    "offline_requests": LEAVES | {"client", "server"},
-    "engine": LEAVES | {"offline", "offline_requests", "loader", "requirements", "server"},
-    "cli": LEAVES | {"requirements", "serve", "engine", "loader"},
+    "launch_thread": LEAVES | {"launch"},
+    "progress": set(),
+    "offline": LEAVES
+    | {"client", "launch", "launch_thread", "offline_work", "progress", "server", "tokenizer"},
+    "offline_work": LEAVES | {"client", "server"},
+    "offline_requests": LEAVES | {"client", "llm_params", "offline_work", "server"},
+    "engine": LEAVES
+    | {
+        "flags",
+        "loader",
+        "offline",
+        "offline_requests",
+        "offline_work",
+        "progress",
+        "requirements",
+        "server",
+    },
+    "llm_params": LEAVES,
+    "llm_outputs": LEAVES | {"llm_params", "server"},
+    "llm": LEAVES
+    | {"client", "engine", "llm_outputs", "llm_params", "offline_requests", "offline_work", "server"},
+    "runtime": LEAVES
+    | {
+        "flags",
+        "launch_thread",
+        "lifeline",
+        "loader",
+        "offline",
+        "offline_requests",
+        "requirements",
+        "serve",
+    },
+    "flags": {"config", "errors"},
+    "cli": LEAVES
+    | {
+        "engine",
+        "flags",
+        "kernels",
+        "loader",
+        "metrics",
+        "models",
+        "offline",
+        "progress",
+        "requirements",
+        "serve",
+        "server",
+    },
     "sapwood": set(),
+    "__main__": {"cli"},
 }
 """Room: the other rooms that its files may import. A room is lang, kernels, or a folder or file of srt."""
 
@@ -56,16 +101,32 @@ MAY_NEED: dict[str, set[str]] = {
     "kernels": {"torch", "numpy"},
     "cache": {"numpy", "msgspec"},
     "models": {"torch"},
-    "loader": {"torch", "numpy", "msgspec", "safetensors", "tokenizers"},
+    "loader": {"torch", "numpy", "msgspec", "safetensors", "tokenizers", "huggingface_hub"},
     "tokenizer": {"tokenizers", "jinja2", "numpy", "msgspec", "zmq"},
-    "server": {"fastapi", "starlette", "uvicorn", "uvloop", "prometheus_client", "msgspec", "numpy", "zmq"},
+    "server": {
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "h11",
+        "uvloop",
+        "prometheus_client",
+        "msgspec",
+        "numpy",
+        "zmq",
+    },
     "scheduler": {"numpy", "msgspec"},
     "worker": {"torch", "numpy", "msgspec"},
     "metrics": {"prometheus_client"},
     "channel": {"zmq"},
-    "engine": {"rich", "msgspec"},
+    "engine": {"msgspec"},
+    "llm_outputs": {"numpy"},
+    "llm_params": {"msgspec"},
     "offline_requests": {"msgspec"},
-    "cli": {"msgspec"},
+    "offline_work": {"msgspec"},
+    "progress": {"rich"},
+    "runtime": {"httpx", "msgspec"},
+    "flags": {"msgspec"},
+    "cli": {"httpx", "msgspec", "rich"},
     "config": {"msgspec"},
     "messages": {"msgspec", "numpy"},
     "params": {"msgspec"},
@@ -173,6 +234,8 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         "sapwood.srt.loader.sources",
         "sapwood.srt.serve",
         "sapwood.srt.engine",
+        "sapwood.srt.llm",
+        "sapwood.srt.runtime",
         "sapwood.srt.cli",
         "sapwood.lang",
     ],

@@ -90,14 +90,14 @@ def test_order_is_one_across_namespaces(tree: RadixTree, pool: SlotPool) -> None
 
 def test_only_the_tail_that_is_needed_is_trimmed(tree: RadixTree, pool: SlotPool) -> None:
     node = insert(tree, pool, [1, 2, 3, 4, 5])
-    kept = tree.path_slots(node)[:2].tolist()
+    kept = node.path_slots()[:2].tolist()
     assert tree.evict(1) == 1
     assert tree.evict(2) == 2
     assert cached(tree, [1, 2, 3, 4, 5]) == 2
-    assert tree.path_slots(node).tolist() == kept
+    assert node.path_slots().tolist() == kept
     assert (tree.num_nodes, tree.cached_tokens, pool.num_free) == (1, 2, 62)
     assert tree.evict(1) == 1
-    assert tree.path_slots(node).tolist() == kept[:1]
+    assert node.path_slots().tolist() == kept[:1]
     tree.check()
     check_pool(pool, tree, [])
 
@@ -172,7 +172,7 @@ def test_flush_leaves_running_rows_their_paths(tree: RadixTree, pool: SlotPool) 
     row = tree.match("", pack([1, 2, 3]), 3)
     tree.lock(row.node)
     assert tree.flush() == 2
-    assert tree.path_slots(row.node).tolist() == row.slots.tolist()
+    assert row.node.path_slots().tolist() == row.slots.tolist()
     assert (cached(tree, [1, 2, 3, 4]), cached(tree, [1, 2, 5])) == (3, 2)
     tree.check()
     check_pool(pool, tree, [])
@@ -185,7 +185,7 @@ def test_a_row_can_go_on_inserting_after_a_flush(tree: RadixTree, pool: SlotPool
     node = insert(tree, pool, [1, 2])
     tree.lock(node)
     tree.flush()
-    slots = np.concatenate((tree.path_slots(node), pool.allocate(2)))
+    slots = np.concatenate((node.path_slots(), pool.allocate(2)))
     existing, after = tree.insert("", pack([1, 2, 3, 4]), slots)
     assert existing == 2
     tree.lock(after)

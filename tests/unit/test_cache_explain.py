@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import get_type_hints
 
-from sapwood.srt.messages import Stopped
 from sapwood.srt.cache.radix import RadixTree
 from sapwood.srt.cache.slots import SlotPool
-from sapwood.srt.messages import Verdict, pack
+from sapwood.srt.messages import Stopped, Verdict, pack
 
 
 class Cache:
@@ -25,8 +24,8 @@ class Cache:
     def look_up(self, *ids: int, namespace: str = "") -> tuple[int, str]:
         """As for a request: never the last token."""
         peeked = self.tree.peek(namespace, pack(ids), len(ids) - 1)
-        verdict = self.tree.match(namespace, pack(ids), len(ids) - 1).verdict
-        assert peeked == (verdict.matched, verdict.stopped)
+        assert self.tree.match(namespace, pack(ids), len(ids) - 1).length == peeked[0]
+        assert self.tree.peek(namespace, pack(ids), len(ids) - 1) == peeked, "a split changes no reason"
         return peeked
 
 

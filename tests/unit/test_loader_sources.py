@@ -180,9 +180,9 @@ def test_the_context_length_is_bounded_by_the_model(tmp_path: Path) -> None:
         ({"head_dim": 15}, "head_dim 15"),
         ({"rms_norm_eps": -1}, "rms_norm_eps = -1"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'; supported"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_type 'ntk'; supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor = None"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor that turns 8 of 16"),
         ({"max_position_embeddings": None}, "max_position_embeddings = None"),
     ],
 )
@@ -234,6 +234,9 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model-00002-of-00003\.safetensors: is missing"):
         source_of(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match=r"model-00002-of-00003\.safetensors: is missing, but model-00001"):
+        source_of(tmp_path)
 
 
 def test_folders_without_what_is_needed(tmp_path: Path) -> None:
@@ -247,7 +250,7 @@ def test_folders_without_what_is_needed(tmp_path: Path) -> None:
         source_of(tmp_path)
     tiny_llama(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"has no tokenizer\.json.*--skip-tokenizer-init"):
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json, nor .*--skip-tokenizer-init"):
         source_of(tmp_path)
     assert source_of(tmp_path, skip_tokenizer_init=True).tokenizer_file is None
 
@@ -264,11 +267,89 @@ def test_damaged_json_names_its_file(tmp_path: Path, name: str, content: bytes) 
 
 
 def test_names_that_are_no_path(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'org/model' is neither a folder nor a file"):
-        sources.resolve(make(model_path="org/model"))
+    for name in (
+        "nothing",
+        "./org/model",
+        "/org/model",
+        "~/org/model",
+        "org/sub/model",
+        "org/.model",
+        "a b/c",
+    ):
+        with pytest.raises(ModelError, match=r"is no folder or file here, no packaged model .*no hub id"):
+            sources.resolve(make(model_path=name))
     (tmp_path / "x.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match=r"is no \.gguf file; for safetensors give the folder"):
         source_of(tmp_path / "x.safetensors")
+
+
+def test_a_folder_wins_over_a_packaged_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama(tmp_path / "gemma-3-270m")
+    tiny_llama(tmp_path / "org/name")
+    monkeypatch.chdir(tmp_path)
+    for name in ("gemma-3-270m", "org/name"):
+        assert sources.resolve(make(model_path=name)).path == str(tmp_path / name)
+
+
+def test_a_chat_template_of_the_users(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "m")
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("{{ messages | length }} ü", "utf-8")
+    assert source_of(tmp_path / "m", chat_template=str(mine)).chat_template == "{{ messages | length }} ü"
+    mine.write_text("")
+    assert source_of(tmp_path / "m", chat_template=str(mine)).chat_template == ""
+    mine.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"--chat-template .*mine\.jinja: is not UTF-8"):
+        source_of(tmp_path / "m", chat_template=str(mine))
+    for given, why in [(tmp_path / "none", "No such file"), (tmp_path, "Is a directory")]:
+        with pytest.raises(ConfigError, match=f"--chat-template .*: cannot be read: {why}"):
+            source_of(tmp_path / "m", chat_template=str(given))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "linear", "factor": 4.0}, 512),
+    ],
+)
+def test_some_encodings_reach_beyond_the_configs_length(
+    tmp_path: Path, scaling: dict[str, Any], longest: int
+) -> None:
+    tiny_llama(tmp_path, rope_scaling=scaling)
+    assert source_of(tmp_path).context_length == 512
+    assert source_of(tmp_path, context_length=longest).context_length == longest
+    with pytest.raises(ConfigError, match=f"--context-length {longest + 1} .* {longest} tokens"):
+        source_of(tmp_path, context_length=longest + 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "expected"),
+    [
+        ("{{ x }}<|im_end|>", 3, {2, 5}),
+        ("{{ x }}", 3, {5}),  # the template ends no turn with it
+        ("{{ x }}<|im_end|>", 1, {5}),  # no control token
+        (None, 3, {5}),
+    ],
+)
+def test_a_gguf_ends_where_its_template_ends_a_turn(
+    tmp_path: Path, template: str | None, kind: int, expected: set[int]
+) -> None:
+    metadata = {
+        "tokenizer.ggml.eos_token_id": 5,
+        "tokenizer.ggml.token_type": [3, 3, kind, *[1] * (VOCAB - 3)],
+        "tokenizer.chat_template": template,
+    }
+    tiny_gguf(tmp_path / "m.gguf", metadata=metadata)
+    assert set(source_of(tmp_path / "m.gguf", skip_tokenizer_init=True).eos_ids) == expected
+
+
+def test_a_gguf_recommends_sampling(tmp_path: Path) -> None:
+    metadata = {f"general.sampling.{k}": v for k, v in {"temp": 0.5, "top_k": 20, "top_p": 2.0}.items()}
+    tiny_gguf(tmp_path / "m.gguf", metadata=metadata)
+    found = source_of(tmp_path / "m.gguf", skip_tokenizer_init=True).sampling_defaults
+    assert found == {"temperature": 0.5, "top_k": 20}
 
 
 def test_a_load_format_that_does_not_fit(tmp_path: Path) -> None:

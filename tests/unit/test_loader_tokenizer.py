@@ -10,7 +10,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from sapwood.srt.errors import ModelError
-from sapwood.srt.loader.gguf import GgufFile
+from sapwood.srt.loader.gguf_parts import GgufFile
 from sapwood.srt.loader.gguf_tokenizer import build, write_tokenizer
 from tests.gguf_files import tiny_gguf
 from tests.models import default_source, default_tokenizer, tiny_tokenizer
@@ -145,6 +145,10 @@ def test_user_defined_tokens_stay_whole_but_are_shown(tmp_path: Path) -> None:
         ("smollm", "ab 1234\n\n x", ["ab", " ", "1", "2", "3", "4", "\n\n", " x"]),
         ("llama-bpe", "ab 1234\n\n x", ["ab", " ", "123", "4", "\n\n", " x"]),
         ("qwen2", "ab 1234\n\n x", ["ab", " ", "1", "2", "3", "4", "\n\n", " x"]),
+        ("deepseek-r1-qwen", "ab 12", ["ab", " ", "1", "2"]),
+        ("dbrx", "ab 1234", ["ab", " ", "123", "4"]),
+        ("tekken", "aBcDEf's 12 a/\n", ["a", "Bc", "DEf", "'s", " ", "1", "2", " a", "/\n"]),
+        ("gpt-4o", "aBcDEf's 1234 a/\n", ["a", "Bc", "DEf's", " ", "123", "4", " a", "/\n"]),
     ],
 )
 def test_each_pre_tokenizer_cuts_by_its_rule(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> None:
@@ -174,8 +178,8 @@ def test_qwen_2_normalises_to_composed_letters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer kind 'llama'.*not supported yet"),
-        ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken'.*supported: default, gpt-2, smollm"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer kind 't5'.*supported: 'gpt2'.*'llama'"),
+        ({"tokenizer.ggml.pre": "viking"}, "pre-tokenizer 'viking'.*supported: default, gpt-2, smollm"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.merges": ["a nothing"]}, "merge 'a nothing' does not fit"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "331 tokens but 2 entries in"),

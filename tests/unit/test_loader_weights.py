@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sapwood.srt.errors import ModelError
-from sapwood.srt.loader.gguf import GgufFile
+from sapwood.srt.loader import gguf_weights
+from sapwood.srt.loader.gguf_parts import GgufFile
 from sapwood.srt.loader.gguf_weights import GgufReader
 from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.models.spec import EMBEDDING, HEAD
-from tests.gguf_files import tiny_gguf
+from tests.gguf_files import KINDS, tiny_gguf
 from tests.models import CONFIG, default_source, random_tensors, save_weights, source_of, tiny_llama
 
 LAYER = "model.layers.1.mlp.up_proj.weight"
@@ -67,27 +68,35 @@ def test_dummy_weights_are_seeded_and_differ(tmp_path: Path) -> None:
     assert torch.equal(first.linear([q], torch.float32).unpack(), values[q])
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0", "q4_1"])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
 def test_gguf_matrices_are_dequantised_and_put_in_order(tmp_path: Path, kind: str) -> None:
     put = tiny_gguf(tmp_path / "m.gguf", kind=kind, tie_word_embeddings=False, attention_bias=True)
     found = loaded(tmp_path / "m.gguf")
     assert found.keys() == put.keys()
-    stored = {"f32": None, "f16": gguf.GGMLQuantizationType.F16}.get(kind)
-    stored = stored if kind in ("f32", "f16") else getattr(gguf.GGMLQuantizationType, kind.upper())
+    stored = KINDS[kind]
     for name, tensor in found.items():
         expected = put[name].numpy()
-        if stored is not None and expected.ndim == 2:
+        if expected.ndim == 2:
             expected = gguf.quants.dequantize(gguf.quants.quantize(expected, stored), stored)
         assert np.array_equal(tensor.numpy(), expected), name
 
 
-def test_gguf_packs_rows_of_one_kind_or_of_several(tmp_path: Path) -> None:
-    tiny_gguf(tmp_path / "m.gguf", kind="q4_0", kinds={"blk.1.attn_v": "q8_0"})
+@pytest.mark.parametrize("inner", [96, 104 * 32])
+def test_gguf_packs_rows_of_one_kind_or_of_several(
+    tmp_path: Path, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_weights, "ROWS", 48)
+    kinds = {"blk.1.attn_v": "q8_0", "blk.0.ffn": "q5_1", "blk.1.ffn_gate": "bf16"}
+    tiny_gguf(tmp_path / "m.gguf", kind="q4_0", kinds=kinds, intermediate_size=inner)
     weights = opened(tmp_path / "m.gguf")
     for index in (0, 1):
         names = [f"model.layers.{index}.self_attn.{x}_proj.weight" for x in "qkv"]
         rows = torch.cat([weights.vector(name) for name in names])
         assert torch.equal(weights.linear(names, torch.float32).unpack(), rows)
+        names = [f"model.layers.{index}.mlp.{x}_proj.weight" for x in ("gate", "up")]
+        rows = torch.cat([weights.vector(name) for name in names])
+        assert torch.equal(weights.linear(names, torch.float32).unpack(), rows)
+        assert torch.equal(weights.linear(names, torch.float16).unpack(), rows.half().float())
 
 
 def test_the_packaged_model_equals_the_gguf_librarys_own_dequantiser() -> None:
@@ -188,6 +197,29 @@ def test_one_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     save_file({LAYER: tensors[LAYER]}, tmp_path / "b.safetensors")
     with pytest.raises(ModelError, match=rf"b\.safetensors: holds the tensor {LAYER}, which another"):
         opened(tmp_path)
+
+
+def test_one_tensor_in_two_shards_is_refused_though_the_index_names_one(tmp_path: Path) -> None:
+    tiny_llama(tmp_path, shards=3)
+    homes = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    for other in sorted(set(homes.values()) - {homes[LAYER]}):
+        shard = load_file(tmp_path / other)
+        save_file(shard | {LAYER: torch.zeros(96, 64)}, tmp_path / other)
+        with pytest.raises(ModelError, match=rf"{other}: holds the tensor {LAYER}, which .*{homes[LAYER]}"):
+            opened(tmp_path)
+        save_file(shard, tmp_path / other)
+    assert LAYER in opened(tmp_path).names()
+
+
+def test_a_tensor_that_the_index_does_not_name_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_llama(tmp_path, shards=3)
+    path = tmp_path / "model-00002-of-00003.safetensors"
+    save_file(load_file(path) | {"model.extra.weight": torch.ones(3)}, path)
+    with caplog.at_level(logging.WARNING, "sapwood"):
+        opened(tmp_path)
+    assert "1 tensors are not used by this model: model.extra.weight" in caplog.text
 
 
 @pytest.mark.parametrize("same", [True, False])

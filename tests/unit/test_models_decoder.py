@@ -1,26 +1,22 @@
-"""The decoder against transformers: tiny Llamas of many shapes, then the packaged model."""
+"""The decoder against transformers: tiny Llamas of many shapes (the packaged model: test_loader_tied.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from sapwood.kernels import native
-from sapwood.kernels.ops.attention import attend
 from sapwood.srt.errors import ModelError
-from sapwood.srt.loader.weights import Weights, open_weights
-from sapwood.srt.models.decoder import Batch, Decoder
-from sapwood.srt.models.registry import Row, spec_from_row, spec_of
+from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.rope import inverse_frequencies
-from sapwood.srt.models.spec import DecoderSpec
+from tests.decoding import Sequence, decoder_of, is_greedy, reference_logits, reference_of
 from tests.gguf_files import tiny_gguf
-from tests.models import default_source, default_tokenizer, source_of, tiny_llama
+from tests.models import source_of, tiny_llama
 
 IDS = [(i * 37 + 11) % 331 for i in range(150)]
 
@@ -34,74 +30,6 @@ def _one_thread() -> Iterator[None]:
     yield
     native.load()
     torch.set_num_threads(before)
-
-
-@dataclass
-class Sequence:
-    """One row in a pool of its own: extends by some tokens and tells their logits."""
-
-    decoder: Decoder
-    room: int
-    length: int = 0
-    k: list[Tensor] = field(default_factory=list)
-    v: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        spec = self.decoder.spec
-        self.k, self.v = (
-            [torch.zeros(self.room, spec.kv_heads, spec.head_dim) for _ in range(spec.layers)] for _ in "kv"
-        )
-        self.table = torch.randperm(self.room, generator=torch.Generator().manual_seed(3)).int()[None]
-
-    def extend(self, ids: list[int]) -> Tensor:
-        positions = torch.arange(self.length, self.length + len(ids), dtype=torch.int32)
-        batch = Batch(
-            ids=torch.tensor(ids, dtype=torch.int32),
-            positions=positions,
-            slots=self.table[0, positions.long()],
-            rows=torch.zeros(1, dtype=torch.int32),
-            starts=torch.tensor([self.length], dtype=torch.int32),
-            counts=torch.tensor([len(ids)], dtype=torch.int32),
-        )
-        self.length += len(ids)
-        hidden = self.decoder.forward(batch, self, self._attend)
-        return self.decoder.logits(hidden, torch.arange(len(ids), dtype=torch.int32)).clone()
-
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        found = [int(self.extend(prompt)[-1].argmax())]
-        while len(found) < count:
-            found.append(int(self.extend(found[-1:])[-1].argmax()))
-        return found
-
-    def _attend(self, layer: int, qkv: Tensor, batch: Batch, out: Tensor) -> None:
-        spec = self.decoder.spec
-        attend(
-            qkv, self.k[layer], self.v[layer], self.table, batch.rows, batch.starts, batch.counts,
-            spec.q_heads, spec.kv_heads, spec.head_dim, spec.scale, out,
-        )  # fmt: skip
-
-
-def decoder_of(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    source = source_of(path, skip_tokenizer_init=True)
-    return Decoder(spec_of(source.config), open_weights(source), dtype, source.context_length)
-
-
-def reference_of(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train(False)
-
-
-@torch.inference_mode()
-def reference_logits(model: Any, ids: list[int]) -> Tensor:
-    logits: Tensor = model(torch.tensor([ids])).logits[0]
-    return logits
-
-
-def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
-    """Whether each token of the answer is the most likely one after what comes before it."""
-    logits = reference_logits(model, prompt + answer[:-1])
-    return logits[len(prompt) - 1 :].argmax(-1).tolist() == answer
 
 
 SHAPES = {
@@ -202,45 +130,6 @@ def test_an_id_or_position_outside_is_refused(tmp_path: Path) -> None:
         Sequence(decoder, 16).extend(IDS[:9])
 
 
-def test_qk_norm_is_that_of_qwen3(tmp_path: Path) -> None:
-    """The switch that no registered row uses yet, so that the row to come only has to name it."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(6)
-    config = Qwen3Config(
-        vocab_size=331, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, initializer_range=0.2,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).train(False)
-    for name, weight in model.named_parameters():
-        if name.endswith("norm.weight"):
-            torch.nn.init.normal_(weight, 1.0, 0.2)
-    spec = spec_from_row(config.to_dict(), Row(qkv_bias="attention_bias", qk_norm=True))
-    decoder = Decoder(spec, _Direct(dict(model.state_dict()), spec).weights, torch.float32, 256)
-    ours = Sequence(decoder, 200).extend(IDS)
-    assert (ours - reference_logits(model, IDS)).abs().max() < 1e-4
-
-
-class _Direct:
-    """Tensors of a running model as a reader."""
-
-    place = "memory"
-
-    def __init__(self, tensors: dict[str, Tensor], spec: DecoderSpec) -> None:
-        self.tensors = tensors
-        self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        self.weights = Weights(self, spec)
-
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name].detach().clone()
-
-    def pack(self, names: Any, dtype: torch.dtype) -> Any:
-        from sapwood.kernels.ops.gemm import pack
-
-        return pack(torch.cat([self.read(name) for name in names]), dtype)
-
-
 def test_rope_factors_of_a_gguf_divide_the_frequencies(tmp_path: Path) -> None:
     spec = spec_of({**_config(tmp_path), "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
     plain = inverse_frequencies(spec.rope, 16)
@@ -253,32 +142,3 @@ def test_rope_factors_of_a_gguf_divide_the_frequencies(tmp_path: Path) -> None:
 
 def _config(tmp_path: Path) -> dict[str, Any]:
     return source_of(tiny_llama(tmp_path)).config
-
-
-@pytest.fixture(scope="module")
-def packaged() -> tuple[Decoder, Any]:
-    """The packaged model, and transformers with the same dequantised weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.initialization import no_init_weights
-
-    source = default_source()
-    weights = open_weights(source)
-    with no_init_weights():
-        model = LlamaForCausalLM(LlamaConfig(**source.config)).train(False)
-    unset = model.load_state_dict({n: weights.vector(n) for n in weights.names()}, strict=False)
-    assert unset.missing_keys == ["lm_head.weight"]
-    model.tie_weights()
-    return Decoder(spec_of(source.config), weights, torch.float32, source.context_length), model
-
-
-@pytest.mark.parametrize("question", ["What is the capital of France?", "Write one line about rivers."])
-def test_the_packaged_model_says_what_transformers_says(packaged: tuple[Decoder, Any], question: str) -> None:
-    decoder, reference = packaged
-    tokenizer = default_tokenizer()
-    prompt = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
-    ours, theirs = Sequence(decoder, 128).extend(prompt), reference_logits(reference, prompt)
-    assert (ours - theirs).abs().max() < 1e-3
-    answer = Sequence(decoder, 128).greedy(prompt, 16)
-    assert is_greedy(reference, prompt, answer)
-    if "France" in question:
-        assert tokenizer.decode(answer).startswith("The capital of France is Paris.")

@@ -81,7 +81,7 @@ class Bench:
 
     def step(self, *batch: Any) -> None:
         self.loop.handle(list(batch))
-        self.loop.encode_some()
+        self.loop.work_some()
         self.loop.flush()
 
     def submit(self, rid: str = "r", **params: Any) -> int:
@@ -269,8 +269,8 @@ def test_a_full_queue_to_the_scheduler_ends_the_request() -> None:
     bench.scheduler.open = False
     bench.step(Generate("r", IdsPrompt(pack([5])), SamplingParams()), Ask(3, "state"))
     answer, ended = sorted(bench.server.take(), key=lambda m: type(m).__name__)
-    assert (ended.error.status, ended.error.code) == (503, "queue_full")
-    assert (answer.call, answer.error.status) == (3, 503)
+    assert (ended.error.status, ended.error.code) == (429, "queue_full")
+    assert (answer.call, answer.error.status) == (3, 429)
     bench.scheduler.open = True
     bench.step(Abort("r"))
     assert bench.scheduler.take() == []
@@ -353,11 +353,11 @@ def test_a_prompt_aborted_while_a_thread_encodes_it_is_never_submitted() -> None
     bench = Bench()
     go, plain = threading.Event(), bench.loop._encoder.encode
 
-    def slow(prompt: Any) -> bytes:
+    def slow(job: Any) -> bytes:
         go.wait(20)
-        return plain(prompt)
+        return plain(job[1].prompt)
 
-    bench.loop._background = Background(slow)
+    bench.loop._background = Background(slow, "not encoded")
     long = TextPrompt("x" * (LONG_CHARS + 1))
     bench.step(Generate("r", long, SamplingParams()), Generate("s", long, SamplingParams()))
     bench.step(Abort("r"), Generate("r", IdsPrompt(pack([5])), SamplingParams()))
@@ -368,6 +368,39 @@ def test_a_prompt_aborted_while_a_thread_encodes_it_is_never_submitted() -> None
         bench.step()
     assert [m.rid for m in bench.scheduler.take()] == ["s"]
     assert bench.server.take() == []
+
+
+@pytest.mark.parametrize(
+    "prompt", [TextPrompt("x" * (LONG_CHARS + 1)), ChatPrompt([{"role": "user", "more": "x"}])]
+)
+def test_what_is_aborted_while_it_waits_for_a_thread_is_never_encoded(
+    prompt: TextPrompt | ChatPrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    go, plain = threading.Event(), bench.loop._encoder.encode
+    encoded: list[Any] = []
+
+    def slow(given: Any) -> bytes:
+        encoded.append(given)
+        go.wait(20)
+        return plain(given)
+
+    monkeypatch.setattr(bench.loop._encoder, "encode", slow)
+    bench.step(*(Generate(f"busy{i}", prompt, SamplingParams()) for i in range(2)))
+    while len(encoded) < 2:
+        time.sleep(0.001)
+    for i in range(30):
+        bench.step(Generate(f"r{i}", prompt, SamplingParams()), Abort("unknown"))
+        bench.step(Abort(f"r{i}"))
+    assert sum(isinstance(m, Ended) for m in bench.server.take()) == 30
+    bench.step(Generate("last", prompt, SamplingParams()))
+    go.set()
+    submitted: list[str] = []
+    while len(submitted) < 3:
+        bench.step()
+        submitted += [m.rid for m in bench.scheduler.take()]
+    assert sorted(submitted) == ["busy0", "busy1", "last"]
+    assert len(encoded) == 3
 
 
 def test_a_token_is_cheap() -> None:

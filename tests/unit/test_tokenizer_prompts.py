@@ -14,7 +14,7 @@ from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import BadRequest, ModelError
 from sapwood.srt.messages import ChatPrompt, IdsPrompt, TextPrompt, pack, unpack
 from sapwood.srt.tokenizer.prompts import Prompt, PromptEncoder
-from sapwood.srt.tokenizer.templates import ChatTemplate
+from sapwood.srt.tokenizer.templates import ChatTemplate, prepare
 from sapwood.srt.tokenizer.vocabulary import load
 from tests.tokenizer_kinds import SPECIAL, TEXTS, byte_level, metaspace
 
@@ -51,7 +51,7 @@ def plain(tokenizer: Tokenizer, text: str, template: str = CHATML) -> list[int]:
     """The whole rendered text encoded at once."""
     made = ChatTemplate(template, {})
     ids: list[int] = tokenizer.encode(
-        made.render(made.prepare(chat(text).messages)), add_special_tokens=False
+        made.render(prepare(chat(text).messages, wants_parts=False)), add_special_tokens=False
     ).ids
     return ids
 

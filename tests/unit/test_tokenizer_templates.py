@@ -1,15 +1,13 @@
-"""Chat templates render as transformers renders them, within a sandbox and a budget."""
+"""Chat templates render as transformers renders them, in a sandbox."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
 from sapwood.srt.errors import BadRequest, ModelError
-from sapwood.srt.tokenizer import sandbox
-from sapwood.srt.tokenizer.templates import ChatTemplate
+from sapwood.srt.tokenizer.templates import ChatTemplate, prepare
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -85,7 +83,7 @@ def reference(source: str, chat: list[dict[str, Any]], **options: Any) -> str:
 
 def ours(source: str, chat: list[dict[str, Any]], **options: Any) -> str:
     template = ChatTemplate(source, VARIABLES)
-    return template.render(template.prepare(chat), **options)
+    return template.render(prepare(chat, wants_parts=template.wants_parts), **options)
 
 
 def refused(source: str, chat: list[dict[str, Any]], **options: Any) -> BadRequest:
@@ -114,7 +112,7 @@ def test_continues_the_final_message_as_transformers(source: str, text: str) -> 
 
 def test_template_kwargs_and_tools_reach_the_template() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "é <x>"}}]
-    mine = ours(TOOLS, CHATS[0], kwargs={"tools": tools, "extra": "more"})
+    mine = ours(TOOLS, CHATS[0], tools=tools, kwargs={"extra": "more"})
     assert mine == reference(TOOLS, CHATS[0], tools=tools, extra="more", add_generation_prompt=True)
     assert "é <x>" in mine
     error = refused(TOOLS, CHATS[0], kwargs={"messages": []})
@@ -206,29 +204,11 @@ def test_a_template_that_fails_gives_an_error_with_its_reason(source: str) -> No
     assert refused(source, CHATS[0]).message.startswith("the chat template fails on these messages: ")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
-        "{% for a in range(10 ** 9) %}{% endfor %}",
-        "{% for a in range(1000000000) %}{% endfor %}",
-        "{{ 'x' * 1000000000 }}",
-        "{{ 1000000000 * 'x' }}",
-        "{{ [0] * 1000000000 }}",
-        "{% for a in range(100000) %}{{ 'x' * 1000 }}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    ],
-)
-def test_no_template_stalls_or_floods(source: str) -> None:
-    begin = time.monotonic()
-    assert refused(source, CHATS[0]).status == 400
-    assert time.monotonic() - begin < 10
-
-
-def test_a_budget_is_for_one_rendering() -> None:
-    template = ChatTemplate("{% for a in range(90000) %}{% endfor %}ok", {})
-    steps = sandbox.MAX_STEPS // 90000 + 2
-    assert [template.render([{"role": "user", "content": ""}]) for _ in range(steps)] == ["ok"] * steps
+def test_what_a_template_writes_is_bounded() -> None:
+    assert (
+        "more than 8388608 characters"
+        in refused("{% for a in range(100000) %}{{ 'x' * 1000 }}{% endfor %}", CHATS[0]).message
+    )
 
 
 def test_a_template_that_is_none_is_a_model_error() -> None:

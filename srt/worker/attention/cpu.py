@@ -38,4 +38,5 @@ class CpuAttention:
             spec.head_dim,
             spec.scale,
             out,
+            spec.window(layer),
         )

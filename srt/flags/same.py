@@ -1,0 +1,112 @@
+"""The flags of others that one of our fields does the work of."""
+
+from __future__ import annotations
+
+from sapwood.srt.flags.entry import ANY, FALSE, TRUE, Entry, Vocabulary, same
+
+_NOT_PICKLE = "pickled weights are never loaded: convert them to safetensors"
+_NOT_STORED = "K and V are stored as float32 or float16"
+_NVIDIA = "that attention backend needs the NVIDIA worker"
+_OTHER_BACKEND = "that attention backend is not for this runtime"
+_INVERSE: dict[str, bool | None] = {TRUE: False, FALSE: True}
+
+_PLAIN: tuple[tuple[str, Vocabulary], ...] = (
+    ("model_path served_model_name skip_tokenizer_init host port api_key chat_template", "both"),
+    (
+        "context_length admin_api_key max_running_requests max_queued_requests max_total_tokens "
+        "mem_fraction_static chunked_prefill_size disable_radix_cache disable_overlap_schedule "
+        "random_seed log_level log_requests",
+        "sglang",
+    ),
+)
+_LISTED = {"served_model_name", "api_key", "admin_api_key"}
+_SWITCHES = {"skip_tokenizer_init", "log_requests", "disable_radix_cache", "disable_overlap_schedule"}
+
+OUR_NAMES: tuple[Entry, ...] = (
+    *(
+        entry
+        for names, vocabulary in _PLAIN
+        for name in names.split()
+        for entry in same(name, name, vocabulary, switch=name in _SWITCHES, listed=name in _LISTED)
+    ),
+    *same(
+        "load_format",
+        "load_format",
+        "both",
+        becomes={"hf": "auto"},
+        wrong={"pt": _NOT_PICKLE, "npcache": _NOT_PICKLE},
+    ),
+    *same("dtype", "dtype", "both", becomes={
+        "half": "float16", "float": "float32", "torch.float16": "float16", "torch.float32": "float32"
+    }),
+    *same(
+        "kv_cache_dtype",
+        "kv_cache_dtype",
+        "both",
+        becomes={"half": "float16", "float": "float32"},
+        wrong=dict.fromkeys(
+            ("fp8", "fp8_e5m2", "fp8_e4m3", "fp8_inc", "fp8_ds_mla", "bf16", "bfloat16", "mxfp8", "nvfp4",
+             "fp4_e2m1", "fp4_mx_block16"),
+            _NOT_STORED,
+        ),
+    ),
+    *same(
+        "schedule_policy",
+        "schedule_policy",
+        "sglang",
+        wrong=dict.fromkeys(
+            ("random", "dfs-weight", "lof", "priority", "routing-key"), "the policies are lpm and fcfs"
+        ),
+    ),
+    *same(
+        "attention_backend",
+        "attention_backend",
+        "both",
+        becomes={"torch_native": "reference", "cpu_attn": "cpu"},
+        wrong={
+            **dict.fromkeys(
+                ("triton", "flashinfer", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha",
+                 "flash_attn", "triton_attn", "flex_attention", "xformers", "flashinfer_mla"),
+                _NVIDIA,
+            ),
+            **dict.fromkeys(
+                ("torch_sdpa", "intel_amx", "ascend", "aiter", "wave", "intel_xpu", "rocm_flash"),
+                _OTHER_BACKEND,
+            ),
+        },
+    ),
+)  # fmt: skip
+"""Fields of ours that the others call the same; here are the values that they write otherwise."""
+
+ALIASES: tuple[Entry, ...] = (
+    *same("model_path", "model", "both"),
+    *same("model_path", "model_tag", "vllm", note="as `sapwood serve MODEL` has it"),
+    *same("context_length", "max_model_len", "vllm", wrong={
+        "auto": "the length is not fitted to the memory: give a number",
+        "-1": "the length is not fitted to the memory: give a number",
+    }),
+    *same("load_format", "quantization -q", "both", becomes={"gguf": "gguf"}, wrong={
+        ANY: "weights are used as they are stored: GGUF's own types, or --dtype"
+    }),
+    *same("tokenizer_workers", "tokenizer_worker_num", "sglang"),
+    *same("mem_fraction_static", "gpu_memory_utilization", "vllm", note=(
+        "a share of the free memory, for the KV pool alone"
+    )),
+    *same("max_running_requests", "max_num_seqs", "vllm"),
+    *same("max_queued_requests", "max_num_queued_reqs", "vllm", note="waiting requests alone"),
+    *same("chunked_prefill_size", "max_num_batched_tokens", "vllm"),
+    *same("chunked_prefill_size", "max_prefill_tokens", "sglang", note="one budget for chunks and steps"),
+    *same("chunked_prefill_size", "enable_chunked_prefill", "vllm", switch=True,
+          becomes={TRUE: None, FALSE: -1}),
+    *same("disable_radix_cache", "enable_prefix_caching", "vllm", switch=True, becomes=_INVERSE),
+    *same("disable_overlap_schedule", "async_scheduling", "vllm", switch=True, becomes=_INVERSE),
+    *same("schedule_policy", "scheduling_policy", "vllm", wrong={
+        "priority": "requests have no priorities: the policies are lpm and fcfs",
+    }),
+    *same("random_seed", "seed", "vllm"),
+    *same("log_requests", "enable_log_requests", "vllm", switch=True),
+    *same("log_requests", "disable_log_requests", "vllm", switch=True, becomes=_INVERSE),
+    *same("log_stats", "disable_log_stats", "vllm", switch=True, becomes=_INVERSE),
+    *same("log_format", "log_requests_format", "sglang", note="for every line of the log"),
+    *same("drain_timeout", "shutdown_timeout", "vllm"),
+)  # fmt: skip

@@ -1,0 +1,49 @@
+"""Files made from others: made once, then found again in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from sapwood.srt.errors import ModelError
+
+
+def label_of(source: Path, version: int) -> str:
+    """What stands for a large file's content: its path, size and time of change."""
+    stat = source.stat()
+    return f"{version}:{source.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+
+
+def kept(folder: Path, label: str, make: Callable[[], str]) -> Path:
+    """The tokenizer.json in `folder` that belongs to `label`, made (whole, or not at all) if it is not there.
+
+    ModelError if the folder cannot be written.
+    """
+    key = hashlib.sha256(label.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    target = folder / f"{key}.tokenizer.json"
+    if target.is_file():
+        return target
+    text = make()
+    try:
+        _write(target, text)
+    except OSError as e:
+        raise ModelError(
+            f"cannot keep a tokenizer in {folder}: {e}; set SAPWOOD_CACHE to a folder that can"
+        ) from None
+    return target
+
+
+def _write(target: Path, text: str) -> None:
+    """Put the whole text at `target` or nothing, whoever else does the same."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.stem}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,197 @@
+"""A chat template that renders in processes of its own, so that none can stop, stall or flood this one.
+
+A template comes with a model, from anywhere, and a step of it can take for ever or all memory (`~` doubles, a
+format has a width, filters loop inside): only the kernel can bound that. A rendering has 2 s of CPU time and
+512 MiB; a process that goes beyond is gone, its request is answered 400, and the next one gets a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import sapwood
+from sapwood.srt.errors import BadRequest, ModelError, Unavailable, from_info
+from sapwood.srt.tokenizer import render_child, templates
+from sapwood.srt.tokenizer.render_child import Job, Result, Setup
+
+CPU_SECONDS = 2.0
+WALL_SECONDS = 20.0
+"""Much more than the CPU time, which is what counts: the machine may be busy."""
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
+
+
+class IsolatedTemplate:
+    """A ChatTemplate elsewhere: `render` promises what its own does, from any thread.
+
+    There are as many processes as threads that render at once. Raises ModelError if the template is none, and
+    Unavailable if no process can be started.
+    """
+
+    def __init__(self, source: str, variables: dict[str, str], cpu_seconds: float = CPU_SECONDS) -> None:
+        self._setup = Setup(source, variables, cpu_seconds)
+        self._lock = threading.Lock()
+        self._closed = False
+        first = _Process(self._setup)
+        self._idle = [first]
+        self._wants_parts = first.wants_parts
+
+    def prepare(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages in the shape that the template expects (see templates.prepare)."""
+        return templates.prepare(messages, wants_parts=self._wants_parts)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """As ChatTemplate.render; BadRequest too if the template takes too much time or memory, Unavailable
+        if no process is idle and none can be started."""
+        try:
+            frame = msgspec.msgpack.encode(
+                Job(messages, add_generation_prompt, continue_final, kwargs or {}, tools)
+            )
+        except UnicodeEncodeError as e:
+            raise templates.lone_surrogate(e, "messages") from None
+        except OverflowError:
+            raise BadRequest("messages hold an integer beyond 64 bits", param="messages") from None
+        process = self._take()
+        result = None
+        try:
+            result = process.render(frame)
+        finally:
+            if result is None or result.last:
+                process.kill()
+            else:
+                self._give_back(process)
+        if result.error is not None:
+            raise from_info(result.error)
+        return result.text.decode("utf-8", "surrogatepass")
+
+    def close(self) -> None:
+        """End the processes that render nothing now, and the others when they have."""
+        with self._lock:
+            self._closed, idle, self._idle = True, self._idle, []
+        for process in idle:
+            process.kill()
+
+    def _take(self) -> _Process:
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is not None and process.alive:
+            return process
+        if process is not None:
+            process.kill()
+        try:
+            return _Process(self._setup)
+        except ModelError as e:  # the first one could use the template: this one lacks something
+            raise _no_process(e.message) from None
+
+    def _give_back(self, process: _Process) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(process)
+                return
+        process.kill()
+
+
+class _Process:
+    def __init__(self, setup: Setup) -> None:
+        self._cpu_seconds = setup.cpu_seconds
+        self._socket, self._process = _start()
+        # Also when nobody closes what it belongs to.
+        self._end = weakref.finalize(self, _end, self._socket, self._process)
+        try:
+            result = self._ask(msgspec.msgpack.encode(setup))
+            if result.error is not None:
+                raise ModelError(result.error.message)
+        except BadRequest as e:
+            self.kill()
+            raise ModelError(f"the model's chat template cannot be used: {e.message}") from None
+        except BaseException:
+            self.kill()
+            raise
+        self.wants_parts = result.wants_parts
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def render(self, frame: bytes) -> Result:
+        """What came of the Job; BadRequest if the process has not survived it."""
+        return self._ask(frame)
+
+    def kill(self) -> None:
+        self._end()
+
+    def _ask(self, frame: bytes) -> Result:
+        answer = None
+        try:
+            render_child.send(self._socket, frame)
+            answer = render_child.read(self._socket)
+        except TimeoutError:
+            raise _too_long(f"{WALL_SECONDS:g} s") from None
+        except OSError:
+            pass  # it is gone, for the reason that its exit tells
+        if answer is not None:
+            return msgspec.msgpack.decode(answer, type=Result)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        if self._process.returncode == -signal.SIGPROF:
+            raise _too_long(f"{self._cpu_seconds:g} s of computing")
+        raise BadRequest("the chat template fails on these messages: its process has ended", param="messages")
+
+
+def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A process and our end of its socket. Raises Unavailable if the system has none to give."""
+    ours: socket.socket | None = None
+    try:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(WALL_SECONDS)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", render_child.__name__],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=_environment(),
+            )
+    except OSError as e:
+        if ours is not None:
+            ours.close()
+        raise _no_process(e.strerror or type(e).__name__) from None
+    return ours, process
+
+
+def _no_process(reason: str) -> Unavailable:
+    return Unavailable(f"no process for the chat template can be started now: {reason}")
+
+
+def _end(sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    sock.close()
+    process.kill()
+    process.wait()
+
+
+def _too_long(limit: str) -> BadRequest:
+    return BadRequest(f"the chat template took more than {limit} on these messages", param="messages")
+
+
+def _environment() -> dict[str, str]:
+    """Only what Python needs: keys of the server may be in its environment."""
+    env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    root = str(Path(sapwood.__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), root]))
+    return env

@@ -1,0 +1,134 @@
+"""Questions: what the tokenizer knows it answers itself; the others go on to the scheduler, and their answers
+come back with text.
+
+    Ask ──thread──► Answer                                        tokenize, detokenize
+    Ask ──thread──► ids ──► scheduler ──► Answer ──thread──► Answer with text      explain
+    Ask ──► scheduler ──► Answer ──thread──► Answer with text                      tree
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from sapwood.srt.errors import BadRequest, ErrorInfo, Overloaded, Unavailable
+from sapwood.srt.messages import ASK_SECONDS, Answer, Ask, ChatPrompt, Ids, IdsPrompt, TextPrompt
+from sapwood.srt.tokenizer.background import Background
+from sapwood.srt.tokenizer.delivery import Sender
+from sapwood.srt.tokenizer.explained import detokenized, explained, pictured, tokenized
+from sapwood.srt.tokenizer.prompts import PromptEncoder
+from sapwood.srt.tokenizer.requests import NoTexts, Texts
+
+MAX_TOKENS = 1_000_000
+"""Tokens of one answer: the streams wait while it is written."""
+MAX_PENDING = 256
+"""Questions that may wait for a thread."""
+
+
+class _Asked(NamedTuple):
+    """A question with the ids of its prompt, and the scheduler's answer to it, if that has come. `since` is
+    `time.monotonic()` of its arrival."""
+
+    ask: Ask
+    since: float
+    ids: Ids = b""
+    answer: Answer | None = None
+
+
+class Questions:
+    """The questions of one tokenizer process; what takes long is done in threads, so that no stream waits."""
+
+    def __init__(
+        self,
+        index: int,
+        encoder: PromptEncoder,
+        texts: Texts,
+        scheduler: Sender,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        self._index = index
+        self._encoder = encoder
+        self._texts = texts
+        self._scheduler = scheduler
+        self._asked: dict[int, _Asked] = {}
+        self._background: Background[_Asked, _Asked | Answer] = Background(
+            self._work, "the question could not be answered", wake=wake
+        )
+
+    def ask(self, ask: Ask) -> Iterator[Answer]:
+        """Take a question in; if it can be answered at once, the answer."""
+        asked = _Asked(ask, time.monotonic())
+        if self._background.pending >= MAX_PENDING:
+            error = Overloaded(f"{MAX_PENDING} questions wait for the tokenizer; try again later")
+            yield Answer(ask.call, error.info(), {})
+        elif ask.what in ("tokenize", "detokenize", "explain"):
+            self._background.put(asked)
+        else:
+            yield from self._pass_on(asked)
+
+    def answered(self, answer: Answer) -> Iterator[Answer]:
+        """Take the scheduler's answer in; if no text is missing it goes on as it is."""
+        asked = self._asked.pop(answer.call, None)
+        if asked is None or answer.error is not None or asked.ask.what not in ("explain", "tree"):
+            yield answer
+        else:
+            self._background.put(asked._replace(answer=answer))
+
+    def finished(self) -> Iterator[Answer]:
+        """The answers that have become ready."""
+        for job, result in self._background.finished():
+            if isinstance(result, ErrorInfo):
+                yield Answer(job.ask.call, result, {})
+            elif isinstance(result, Answer):
+                yield result
+            else:
+                yield from self._pass_on(result)
+
+    def _pass_on(self, asked: _Asked) -> Iterator[Answer]:
+        ask = asked.ask
+        prompt = IdsPrompt(asked.ids) if asked.ids else None
+        if self._scheduler.send(Ask(ask.call, ask.what, self._index, prompt, ask.namespace, ask.options)):
+            self._asked[ask.call] = asked
+        else:
+            yield Answer(ask.call, Overloaded("the scheduler's queue is full; try again later").info(), {})
+
+    def _work(self, asked: _Asked) -> _Asked | Answer:
+        """Runs in a thread."""
+        ask, answer = asked.ask, asked.answer
+        if time.monotonic() - asked.since > ASK_SECONDS:
+            raise Unavailable(f"{ask.what} was not begun within {ASK_SECONDS:g} s: nobody waits for it now")
+        if answer is None and ask.what == "explain":
+            return asked._replace(ids=self._encoder.encode(_prompt_of(ask)))
+        if answer is None:
+            return Answer(ask.call, None, self._own(ask))
+        if ask.what == "explain":
+            data = explained(ask, asked.ids, answer.data, self._texts, self._encoder.render)
+        else:
+            data = pictured(answer.data, self._texts)
+        return Answer(ask.call, None, data)
+
+    def _own(self, ask: Ask) -> dict[str, object]:
+        if isinstance(self._texts, NoTexts):
+            raise BadRequest(f"{ask.what} needs a tokenizer (--skip-tokenizer-init is set)")
+        ids = self._encoder.tokenize(_prompt_of(ask))
+        if len(ids) // 4 > MAX_TOKENS:
+            raise BadRequest(
+                f"{ask.what} takes at most {MAX_TOKENS} tokens, got {len(ids) // 4}", param="prompt"
+            )
+        if ask.what == "tokenize":
+            return tokenized(ids, self._texts, ask.options.get("texts") is not False)
+        skips = ask.options.get("skip_special_tokens") is True
+        lengths: list[int] | None = ask.options.get("lengths")
+        if lengths is None:
+            return detokenized(ids, self._texts, skips)
+        ends = itertools.accumulate(lengths)
+        parts = [ids[4 * (end - length) : 4 * end] for length, end in zip(lengths, ends, strict=True)]
+        return {"texts": [detokenized(part, self._texts, skips)["text"] for part in parts]}
+
+
+def _prompt_of(ask: Ask) -> TextPrompt | IdsPrompt | ChatPrompt:
+    if ask.prompt is None:
+        raise BadRequest(f"{ask.what} needs a prompt", param="prompt")
+    return ask.prompt
