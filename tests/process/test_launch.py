@@ -195,7 +195,7 @@ def test_a_silent_process_is_killed(launch: Callable[..., Serving], how: str) ->
         os.kill(serving.pid("worker"), signal.SIGSTOP)
     began = time.monotonic()
     assert serving.exit_code() == 1
-    assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < 4.0 + 4.0
     assert "worker was killed: no heartbeat for 4 s (--heartbeat-timeout)" in serving.output
     assert serving.nothing_left()
 
