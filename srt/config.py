@@ -147,6 +147,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                         f"{option(name)}: a key must be visible ASCII without spaces, and not empty",
                         param=name,
                     )
+        for name in ("model_path", "served_model_name"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{option(name)} must not be empty", param=name)
         if self.chunked_prefill_size == 0:
             raise ConfigError(
                 "--chunked-prefill-size must be -1 or at least 1, got 0", param="chunked_prefill_size"

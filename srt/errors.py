@@ -173,7 +173,7 @@ class ModelError(SapwoodError):
 
 
 _FROM_ELSEWHERE: tuple[type[SapwoodError], ...] = (
-    ContextTooLong, BadRequest, ModelNotFound, Conflict, TooLarge, Overloaded, Unavailable, ProcessDied,
+    BadRequest, ContextTooLong, ModelNotFound, Conflict, TooLarge, Overloaded, Unavailable, ProcessDied,
     DeadlineExceeded,
 )  # fmt: skip
 

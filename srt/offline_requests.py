@@ -126,6 +126,6 @@ def _names(rid: str | list[str] | None, count: int) -> list[str] | None:
 
 def _convert(values: Any, kind: type[T], param: str | None = None) -> T:
     try:
-        return msgspec.convert(values, kind)
+        return msgspec.convert(values, kind, str_keys=True)  # as JSON has them: {"5": 1.0} too
     except msgspec.ValidationError as e:
         raise BadRequest(f"{param}: {e}" if param else str(e), param=param) from None

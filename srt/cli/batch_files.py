@@ -74,6 +74,7 @@ def read_requests(path: Path) -> list[Request]:
     requests: list[Request] = []
     seen: dict[str, int] = {}
     wrong: list[str] = []
+    _refuse_endless(path)
     try:
         with path.open("rb") as file:
             for number, begin, text in _lines(file):
@@ -93,6 +94,12 @@ def read_requests(path: Path) -> list[Request]:
         more = f" (and {len(wrong) - MAX_TOLD} more)" if len(wrong) > MAX_TOLD else ""
         raise ConfigError(f"{path} is no batch of requests: {'; '.join(wrong[:MAX_TOLD])}{more}")
     return requests
+
+
+def _refuse_endless(path: Path) -> None:
+    """Both files are read to their end, IN more than once: a device or a pipe will not do."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no regular file")
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
@@ -131,6 +138,7 @@ class Results:
     def __init__(self, path: Path, requests: Path, retry_failed: bool = False) -> None:
         self.there: dict[str, bool] = {}
         self._path = path
+        _refuse_endless(path)
         try:
             if path.exists() and path.samefile(requests):
                 raise ConfigError(f"IN and OUT are the same file: {path}")

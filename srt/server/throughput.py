@@ -29,7 +29,7 @@ async def report(latest: Callable[[], Stats | None], interval: float = INTERVAL_
 def summary(before: Stats | None, now: Stats, seconds: float) -> dict[str, float] | None:
     """Rates in tokens/s, and what share of the prompt tokens the cache had; None if nothing was done.
 
-    `kv_used` is the share of the KV slots that running requests or the cache hold.
+    `kv_used` is the share of the KV slots that running requests hold, the cached tokens they use included.
     """
     output = now.output_tokens - (before.output_tokens if before else 0)
     computed = now.prompt_tokens_computed - (before.prompt_tokens_computed if before else 0)
@@ -41,7 +41,7 @@ def summary(before: Stats | None, now: Stats, seconds: float) -> dict[str, float
         "waiting": now.waiting,
         "prompt_tokens_per_s": round((computed + cached) / seconds, 1),
         "output_tokens_per_s": round(output / seconds, 1),
-        "kv_used": round((now.slots_used + now.slots_cached) / max(1, now.slots_total), 3),
+        "kv_used": round(now.slots_used / max(1, now.slots_total), 3),
     }
     if computed + cached:
         line["cache_hit_rate"] = round(cached / (computed + cached), 3)

@@ -220,6 +220,8 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
         ((tmp_path / "none", tmp_path / "o"), "cannot read"),
         ((source, source), "are the same file"),
         ((source, tmp_path / "no" / "o"), "cannot write"),
+        ((source, "/dev/full"), "/dev/full is no regular file"),
+        (("/dev/zero", tmp_path / "o"), "/dev/zero is no regular file"),
         ((source, tmp_path / "o", "--concurrency", 0), "--concurrency must be from 1 to 4096, got 0"),
         ((source, tmp_path / "o", "--url", "http://x", "--num-threads", 1), "--num-threads is the server's"),
     ):

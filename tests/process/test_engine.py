@@ -206,6 +206,12 @@ def test_a_prompt_is_read_as_it_is_tokenized(engine: Engine) -> None:
         engine.tokenize(5)  # type: ignore[arg-type]
 
 
+def test_ids_may_be_spelt_as_json_has_them(engine: Engine) -> None:
+    forced = [engine.generate("a", {**GREEDY, "logit_bias": {key: 100.0}})["output_ids"] for key in (7, "7")]
+    assert forced[0] == forced[1]
+    assert set(forced[0]) == {7}
+
+
 def test_the_cache_explains_what_it_would_find(engine: Engine) -> None:
     engine.flush_cache()
     cold = engine.cache_explain(PROMPT)

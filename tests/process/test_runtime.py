@@ -120,6 +120,12 @@ def test_parameters_may_be_given_in_several_ways(runtime: Runtime) -> None:
     } == json.loads(runtime.generate([[5, 6, 7]], GREEDY))[0] | {"meta_info": None}
 
 
+def test_a_misspelt_parameter_is_no_long_prompt(runtime: Runtime) -> None:
+    with pytest.raises(BadRequest, match="unknown field `temprature`") as unknown:
+        runtime.generate("a", sampling_params={"temprature": 0})
+    assert type(unknown.value) is BadRequest
+
+
 def test_text_comes_piece_by_piece(runtime: Runtime) -> None:
     whole = json.loads(runtime.generate(PROMPTS[0], LONG))["text"]
 

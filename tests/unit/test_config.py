@@ -122,6 +122,8 @@ def test_a_silly_context_length_is_refused(length: int) -> None:
 
 
 def test_a_chunk_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--served-model-name must not be empty"):
+        config.make(served_model_name="")
     with pytest.raises(ConfigError, match="--chunked-prefill-size must be -1 or at least 1, got 0"):
         config.make(chunked_prefill_size=0)
 

@@ -90,7 +90,7 @@ def test_the_throughput_line() -> None:
         "waiting": 2,
         "prompt_tokens_per_s": 4.0,
         "output_tokens_per_s": 20.0,
-        "kv_used": 0.25,
+        "kv_used": 0.1,
         "cache_hit_rate": 0.75,
     }
     assert (
