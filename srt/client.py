@@ -287,17 +287,20 @@ class Client:
         seconds without one."""
         if self.failure is not None:
             raise Unavailable(self.failure.message, code=self.failure.code)
-        call = next(self._numbers)
+        call, sent = next(self._numbers), False
         future = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
             ask = Ask(call, what, prompt=prompt, namespace=namespace, options=options or {})
-            if not self._outboxes[0].send(ask):
+            sent = self._outboxes[0].send(ask)
+            if not sent:
                 raise Overloaded("the tokenizer's queue is full")
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
             raise Unavailable(f"no answer to {what!r} within {timeout:g} s") from None
         finally:
             del self._calls[call]
+            if sent and self.failure is None and (future.cancelled() or not future.done()):
+                self._outboxes[0].send(Ask(call, "cancel"))  # if not: what is too old is dropped there too
 
     def fail_all(self, error: ErrorInfo) -> None:
         """End every open stream and question with `error`, and refuse all later ones."""

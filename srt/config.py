@@ -102,11 +102,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         4096
     )
     max_total_tokens: Annotated[
-        int | None, Flag("KV slots in the pool (default: from memory)", 2, 2**31 - 1)
+        int | None, Flag("KV slots in the pool (default: see --mem-fraction-static)", 2, 2**31 - 1)
     ] = None
     mem_fraction_static: Annotated[
-        float, Flag("share of the free memory that the KV pool may take", 0.01, 0.99)
-    ] = 0.5
+        float | None,
+        Flag(
+            "share of the free memory that the KV pool takes (default: 4 contexts, at most half)", 0.01, 0.99
+        ),
+    ] = None
     chunked_prefill_size: Annotated[
         int, Flag("token budget of a step; longer prompts are split; -1: never split", -1, 2**20)
     ] = 256

@@ -36,8 +36,8 @@ class SapwoodError(Exception):
         return ErrorInfo(self.status, self.type, self.code, self.message, self.param)
 
 
-class BadRequest(SapwoodError):
-    """The request cannot be served as it is, and never will be."""
+class BadRequest(SapwoodError, ValueError):
+    """The request cannot be served as it is, and never will be. A ValueError, as programs expect of one."""
 
     status = 400
     type = "invalid_request_error"

@@ -78,7 +78,7 @@ ASK_SECONDS = 10.0  # nobody waits longer for an Answer
 
 
 class Ask(Message):
-    """A question that one Answer with the same call answers.
+    """A question that one Answer with the same call answers; "cancel": nobody waits for that one any more.
 
     The tokenizer answers "tokenize" (of `prompt`) and "detokenize" (of `prompt.ids`) itself, passes the
     others on, and puts text beside the ids of what comes back. "explain" asks what `prompt` (ids, for the
@@ -86,7 +86,7 @@ class Ask(Message):
     """
 
     call: int
-    what: Literal["flush", "state", "check", "tree", "explain", "tokenize", "detokenize"]
+    what: Literal["flush", "state", "check", "tree", "explain", "tokenize", "detokenize", "cancel"]
     tokenizer: int = 0
     prompt: TextPrompt | IdsPrompt | ChatPrompt | None = None
     namespace: str = ""

@@ -57,6 +57,13 @@ def parse_configured(
     return args, read.values
 
 
+def refuse_served(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what only a server obeys: nobody listens here."""
+    for name in ("host", "port", "drain_timeout"):
+        if name in values:
+            raise ConfigError(f"{config.option(name)} is for sapwood serve: nothing listens here", param=name)
+
+
 def add_url_flags(parser: Parser, url_help: str) -> None:
     """Flags for asking a server that runs already instead of starting a runtime."""
     parser.add_argument("--url", help=f"{url_help}, such as http://127.0.0.1:30000")

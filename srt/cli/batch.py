@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from sapwood.srt import config, requirements
-from sapwood.srt.cli.arguments import Parser, add_url_flags, key_for_url, parse_configured
+from sapwood.srt.cli.arguments import Parser, add_url_flags, key_for_url, parse_configured, refuse_served
 from sapwood.srt.cli.batch_files import Request, Results, read_requests
 from sapwood.srt.cli.batch_tally import Tally
 from sapwood.srt.cli.generate import quiet
@@ -55,6 +55,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
     )
     parser.add_argument("--retry-failed", action="store_true", help="ask again what has an error in OUT")
     args, values = parse_configured(parser, arguments, OWN)
+    refuse_served(values)
     if args.concurrency is not None and not 1 <= args.concurrency <= 4096:
         raise ConfigError(
             f"--concurrency must be from 1 to 4096, got {args.concurrency}", param="concurrency"

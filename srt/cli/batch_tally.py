@@ -9,11 +9,13 @@ import msgspec
 
 @dataclass(slots=True)
 class Tally:
-    """What has become of the requests: `there` had a result before, `done` have one now, `failed` of both."""
+    """What has become of the requests: `there` had a result before, `done` have one now, `answered` of those;
+    `failed` of both."""
 
     there: int = 0
     failed: int = 0
     done: int = 0
+    answered: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -22,6 +24,7 @@ class Tally:
         if status != 200:
             self.failed += 1
             return
+        self.answered += 1
         try:
             usage = msgspec.json.decode(body, type=_Counted).usage
         except (msgspec.DecodeError, RecursionError):
@@ -31,7 +34,7 @@ class Tally:
 
     def summary(self, asked: int, seconds: float) -> str:
         left = asked - self.done
-        parts = [f"{self.there + asked} requests: {self.done} answered in {seconds:.1f} s"]
+        parts = [f"{self.there + asked} requests: {self.answered} answered in {seconds:.1f} s"]
         parts += [f"{self.there} were there before"] if self.there else []
         parts += [f"{self.failed} failed"] if self.failed else []
         parts += [f"{left} left: run again to go on"] if left else []

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sapwood.srt import config, requirements
-from sapwood.srt.cli.arguments import Parser, add_url_flags, key_for_url, parse_configured
+from sapwood.srt.cli.arguments import Parser, add_url_flags, key_for_url, parse_configured, refuse_served
 from sapwood.srt.cli.chat_commands import Chat
 from sapwood.srt.cli.chat_screen import Screen, open_screen
 from sapwood.srt.cli.chat_sources import EngineSource, Source
@@ -35,6 +35,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     add_sampling_flags(parser, max_tokens=1024)
     args, values = parse_configured(parser, arguments, OWN)
+    refuse_served(values)
     screen = open_screen()
     with terminable(), _source(args, values) as source:
         screen.hello(source.name)
@@ -57,12 +58,17 @@ def _source(args: argparse.Namespace, values: dict[str, Any]) -> Iterator[Source
 
 
 def _converse(chat: Chat, screen: Screen) -> int:
-    """Read and answer until the input ends. A wrong request does not end the conversation; a death does."""
+    """Read and answer until the input ends. A wrong request does not end the conversation; a death does.
+
+    Without a terminal the exit code tells whether all were answered.
+    """
+    code = 0
     while (line := screen.read()) is not None:
+        question = None
         try:
             command = chat.command(line)
             if command is not None and command.leave:
-                return 0
+                return code
             if command is not None:
                 screen.note(command.text)
             question = line if command is None else command.question
@@ -72,9 +78,11 @@ def _converse(chat: Chat, screen: Screen) -> int:
             raise
         except SapwoodError as e:
             screen.error(e.message)
-            if not screen.interactive and e.status >= 500:
-                return 1
-    return 0
+            if question is not None and not screen.interactive:
+                code = 1
+                if e.status >= 500:
+                    return code
+    return code
 
 
 def _turn(chat: Chat, question: str, screen: Screen) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from sapwood.srt import config, requirements
-from sapwood.srt.cli.arguments import Parser, parse_configured
+from sapwood.srt.cli.arguments import Parser, parse_configured, refuse_served
 from sapwood.srt.cli.ends import terminable
 from sapwood.srt.errors import ConfigError
 
@@ -33,6 +33,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
     )
     add_sampling_flags(parser)
     args, values = parse_configured(parser, arguments, OWN)
+    refuse_served(values)
     if args.raw and args.system is not None:
         raise ConfigError("--system needs the chat template, which --raw switches off", param="system")
     return _generate(args, values)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from sapwood.srt.flags.entry import ANY, FALSE, TRUE, Entry, Vocabulary, same
 
 _NOT_PICKLE = "pickled weights are never loaded: convert them to safetensors"
+_NO_BFLOAT16 = "bfloat16 weights are computed as float32 (auto) or float16 on a CPU"
 _NOT_STORED = "K and V are stored as float32 or float16"
 _NVIDIA = "that attention backend needs the NVIDIA worker"
 _OTHER_BACKEND = "that attention backend is not for this runtime"
 _INVERSE: dict[str, bool | None] = {TRUE: False, FALSE: True}
 
 _PLAIN: tuple[tuple[str, Vocabulary], ...] = (
-    ("model_path served_model_name skip_tokenizer_init host port api_key chat_template", "both"),
+    ("model_path skip_tokenizer_init host port api_key chat_template", "both"),
     (
         "context_length admin_api_key max_running_requests max_queued_requests max_total_tokens "
         "mem_fraction_static chunked_prefill_size disable_radix_cache disable_overlap_schedule "
@@ -19,7 +20,7 @@ _PLAIN: tuple[tuple[str, Vocabulary], ...] = (
         "sglang",
     ),
 )
-_LISTED = {"served_model_name", "api_key", "admin_api_key"}
+_LISTED = {"api_key", "admin_api_key"}
 _SWITCHES = {"skip_tokenizer_init", "log_requests", "disable_radix_cache", "disable_overlap_schedule"}
 
 OUR_NAMES: tuple[Entry, ...] = (
@@ -38,7 +39,7 @@ OUR_NAMES: tuple[Entry, ...] = (
     ),
     *same("dtype", "dtype", "both", becomes={
         "half": "float16", "float": "float32", "torch.float16": "float16", "torch.float32": "float32"
-    }),
+    }, wrong=dict.fromkeys(("bfloat16", "bf16", "torch.bfloat16"), _NO_BFLOAT16)),
     *same(
         "kv_cache_dtype",
         "kv_cache_dtype",
@@ -88,6 +89,7 @@ ALIASES: tuple[Entry, ...] = (
     *same("load_format", "quantization -q", "both", becomes={"gguf": "gguf"}, wrong={
         ANY: "weights are used as they are stored: GGUF's own types, or --dtype"
     }),
+    *same("served_model_name", "served_model_name", "both", listed=True, note="one name; default works too"),
     *same("tokenizer_workers", "tokenizer_worker_num", "sglang"),
     *same("mem_fraction_static", "gpu_memory_utilization", "vllm", note=(
         "a share of the free memory, for the KV pool alone"

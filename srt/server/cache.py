@@ -14,7 +14,7 @@ from sapwood.srt.messages import TextPrompt
 from sapwood.srt.server import chat_prompt, guard, keys, sampling
 from sapwood.srt.server.openapi import json_body
 from sapwood.srt.server.protocol import ChatMessage
-from sapwood.srt.server.reply import JsonAnswer
+from sapwood.srt.server.reply import JsonAnswer, while_here
 from sapwood.srt.server.service import Service
 
 MAX_SHOWN_IDS = 65_536
@@ -130,9 +130,10 @@ def routes(service: Service) -> APIRouter:
         options: dict[str, Any] = {"reveal": keys.is_admin(request)}
         if body.logprob_start_len not in (None, -1):
             options["logprob_start_len"] = _at_least_zero("logprob_start_len", body.logprob_start_len)
-        found = await service.client.ask(
+        question = service.client.ask(
             "explain", prompt=_prompt(service, body), namespace=namespace, options=options
         )
+        found = await while_here(request, question)
         return JsonAnswer(
             msgspec.convert({**found, "namespace": namespaces.label(namespace)}, Explanation, strict=True)
         )

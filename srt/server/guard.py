@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import gc
 import re
 from collections.abc import Iterator
@@ -37,7 +38,10 @@ async def read(request: Request, kind: type[T], limit: int) -> T:
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         # A page of another origin may post forms and plain text here unasked, but not JSON.
-        raise UnsupportedMediaType(f"the content type must be application/json, got {media!r}")
+        raise UnsupportedMediaType(
+            f"the content type must be application/json, got {media!r}"
+            " (curl: -H 'content-type: application/json')"
+        )
     return decode(await _body(request, limit), kind)
 
 
@@ -68,7 +72,7 @@ def decode(body: bytes, kind: type[T]) -> T:
             return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as e:
         message = str(e)
-        raise BadRequest(message, param=_param(message), code=_code(message)) from None
+        raise BadRequest(message + _hint(message, kind), param=_param(message), code=_code(message)) from None
     except RecursionError:
         raise BadRequest("the body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -95,6 +99,15 @@ def _param(message: str) -> str | None:
     names = _UNKNOWN.search(message)
     parts = [path[1] if path else "", (names[1] or names[2]) if names else ""]
     return ".".join(p for p in parts if p) or None
+
+
+def _hint(message: str, kind: type) -> str:
+    """What an unknown field of the body itself may have been meant to be."""
+    unknown = _UNKNOWN.search(message)
+    if unknown is None or not unknown[1] or _PATH.search(message):
+        return ""
+    close = difflib.get_close_matches(unknown[1], getattr(kind, "__struct_fields__", ()), n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def _code(message: str) -> str:

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sapwood.srt.client import Event, Stream, merge
-from sapwood.srt.errors import ErrorInfo, SapwoodError
+from sapwood.srt.client import WALKED_AWAY, Event, Stream, merge
+from sapwood.srt.errors import ErrorInfo, SapwoodError, from_info
 from sapwood.srt.messages import Chunk, Ended, Read, Started
 from sapwood.srt.server.outcome import Outcome
+
+T = TypeVar("T")
 
 logger = logging.getLogger("sapwood.server")
 
@@ -92,6 +95,20 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None
         for each in (task, gone):
             each.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def while_here(request: Request, question: Awaitable[T]) -> T:
+    """The answer to a question of a route; it is not waited for any more when the client disconnects, and an
+    error that nobody reads is raised. The body must have been read."""
+    answers: list[T] = []
+
+    async def ask() -> None:
+        answers.append(await question)
+
+    await unless_gone(request.receive, ask())
+    if not answers:
+        raise from_info(WALKED_AWAY)
+    return answers[0]
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -14,7 +14,7 @@ from sapwood.srt.server import guard, refused
 from sapwood.srt.server.chat_prompt import prompt_of
 from sapwood.srt.server.openapi import json_body
 from sapwood.srt.server.protocol import ChatMessage
-from sapwood.srt.server.reply import JsonAnswer
+from sapwood.srt.server.reply import JsonAnswer, while_here
 from sapwood.srt.server.service import Service
 
 
@@ -62,7 +62,7 @@ def routes(service: Service) -> APIRouter:
         service.require_ready()
         body = await guard.read(request, TokenizeRequest, service.config.max_body_bytes)
         service.require_model(body.model)
-        found = await service.client.ask("tokenize", prompt=_prompt(body))
+        found = await while_here(request, service.client.ask("tokenize", prompt=_prompt(body)))
         tokens, texts = found["tokens"], found["texts"] if body.return_token_strs else None
         return JsonAnswer(Tokenized(len(tokens), service.longest, tokens, texts))
 
@@ -75,7 +75,7 @@ def routes(service: Service) -> APIRouter:
         body = await guard.read(request, DetokenizeRequest, service.config.max_body_bytes)
         service.require_model(body.model)
         prompt = service.packed(body.tokens, "tokens")
-        (text,) = await service.texts_of([prompt])
+        (text,) = await while_here(request, service.texts_of([prompt]))
         return JsonAnswer(Detokenized(text))
 
     return router

@@ -8,11 +8,12 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from sapwood.srt.errors import ErrorInfo, SapwoodError
-from sapwood.srt.messages import ChatPrompt, TextPrompt
+from sapwood.srt.messages import IdsPrompt, TextPrompt
 from sapwood.srt.tokenizer.prompts import Prompt
 
 LONG_CHARS = 8192
@@ -38,8 +39,9 @@ def safely(work: Callable[[In], Out], given: In, failed: str) -> Out | ErrorInfo
 
 
 class Background(Generic[In, Out]):
-    """Works in threads, which start with the first job. `wake` is called, from them, after each job; `failed`
-    is for `safely`."""
+    """Works in threads, which start with the first job and last. `wake` is called, from them, after each job;
+    `failed` is for `safely`, `weigh` says what a job adds to `held`. `pending` jobs are not `finished` yet.
+    """
 
     def __init__(
         self,
@@ -47,15 +49,20 @@ class Background(Generic[In, Out]):
         failed: str,
         threads: int = THREADS,
         wake: Callable[[], None] | None = None,
+        weigh: Callable[[In], int] = lambda job: 0,
     ) -> None:
         self._work = work
         self._failed = failed
         self._count = threads
         self._wake = wake
-        self._todo: queue.SimpleQueue[In] = queue.SimpleQueue()
+        self._weigh = weigh
+        self._todo: deque[In] = deque()
+        self._lock = threading.Lock()
+        self._tickets = threading.Semaphore(0)
         self._done: queue.SimpleQueue[tuple[In, Out | ErrorInfo]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.pending = 0
+        self.held = 0
 
     def put(self, job: In) -> None:
         if not self._threads:
@@ -66,7 +73,20 @@ class Background(Generic[In, Out]):
             for thread in self._threads:
                 thread.start()
         self.pending += 1
-        self._todo.put(job)
+        self.held += self._weigh(job)
+        with self._lock:
+            self._todo.append(job)
+        self._tickets.release()
+
+    def drop(self, unwanted: Callable[[In], bool]) -> bool:
+        """Forget such jobs that no thread has begun; whether there were any."""
+        with self._lock:
+            dropped = [job for job in self._todo if unwanted(job)]
+            for job in dropped:
+                self._todo.remove(job)
+        self.pending -= len(dropped)
+        self.held -= sum(map(self._weigh, dropped))
+        return bool(dropped)
 
     def finished(self) -> Iterator[tuple[In, Out | ErrorInfo]]:
         """What is done by now."""
@@ -76,11 +96,16 @@ class Background(Generic[In, Out]):
             except queue.Empty:
                 return
             self.pending -= 1
+            self.held -= self._weigh(result[0])
             yield result
 
     def _run(self) -> None:
         while True:
-            job, begin = self._todo.get(), time.monotonic()
+            self._tickets.acquire()
+            with self._lock:
+                if not self._todo:  # what the ticket was for has been dropped
+                    continue
+                job, begin = self._todo.popleft(), time.monotonic()
             self._done.put((job, safely(self._work, job, self._failed)))
             if self._wake is not None:
                 self._wake()
@@ -95,9 +120,16 @@ def _trim() -> None:
 
 def is_long(prompt: Prompt) -> bool:
     """Whether encoding the prompt would hold up other streams, or other prompts, noticeably."""
+    return not isinstance(prompt, IdsPrompt) and size_of(prompt) > LONG_CHARS
+
+
+def size_of(prompt: Prompt) -> int:
+    """About the prompt's length, in characters or bytes."""
     if isinstance(prompt, TextPrompt):
-        return len(prompt.text) > LONG_CHARS
-    return isinstance(prompt, ChatPrompt) and _chars((prompt.messages, prompt.template_kwargs)) > LONG_CHARS
+        return len(prompt.text)
+    if isinstance(prompt, IdsPrompt):
+        return len(prompt.ids)
+    return _chars((prompt.messages, prompt.template_kwargs))
 
 
 def _chars(value: object) -> int:

@@ -34,7 +34,8 @@ _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ",
 class IsolatedTemplate:
     """A ChatTemplate elsewhere: `render` promises what its own does, from any thread.
 
-    There are as many processes as threads that render at once. Raises ModelError if the template is none, and
+    There are as many processes as threads that render at once; one ends with the thread that has started it.
+    Raises ModelError if the template is none, and
     Unavailable if no process can be started.
     """
 
@@ -42,6 +43,7 @@ class IsolatedTemplate:
         self._setup = Setup(source, variables, cpu_seconds)
         self._lock = threading.Lock()
         self._closed = False
+        self._busy: dict[_Process, object] = {}
         first = _Process(self._setup)
         self._idle = [first]
         self._wants_parts = first.wants_parts
@@ -57,9 +59,10 @@ class IsolatedTemplate:
         continue_final: bool = False,
         kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        owner: object = None,
     ) -> str:
-        """As ChatTemplate.render; BadRequest too if the template takes too much time or memory, Unavailable
-        if no process is idle and none can be started."""
+        """As ChatTemplate.render; BadRequest too if the template takes too much time or memory, or `owner`
+        is told to `stop`; Unavailable if no process is idle and none can be started, or after `close`."""
         try:
             frame = msgspec.msgpack.encode(
                 Job(messages, add_generation_prompt, continue_final, kwargs or {}, tools)
@@ -68,41 +71,53 @@ class IsolatedTemplate:
             raise templates.lone_surrogate(e, "messages") from None
         except OverflowError:
             raise BadRequest("messages hold an integer beyond 64 bits", param="messages") from None
-        process = self._take()
+        process = self._take(owner)
         result = None
         try:
             result = process.render(frame)
         finally:
-            if result is None or result.last:
-                process.kill()
-            else:
-                self._give_back(process)
+            self._give_back(process, result is not None and not result.last)
         if result.error is not None:
             raise from_info(result.error)
         return result.text.decode("utf-8", "surrogatepass")
 
+    def stop(self, owner: object) -> None:
+        """Break off what renders for this very owner now, if anything does: it raises BadRequest."""
+        with self._lock:
+            for process, its in self._busy.items():
+                if its is owner:
+                    process.break_off()
+
     def close(self) -> None:
-        """End the processes that render nothing now, and the others when they have."""
+        """End the processes; what renders now raises BadRequest."""
         with self._lock:
             self._closed, idle, self._idle = True, self._idle, []
+            for process in self._busy:
+                process.break_off()
         for process in idle:
             process.kill()
 
-    def _take(self) -> _Process:
+    def _take(self, owner: object) -> _Process:
         with self._lock:
             process = self._idle.pop() if self._idle else None
-        if process is not None and process.alive:
-            return process
-        if process is not None:
+        if process is not None and not process.alive:
             process.kill()
+            process = None
         try:
-            return _Process(self._setup)
+            process = process or _Process(self._setup)
         except ModelError as e:  # the first one could use the template: this one lacks something
             raise _no_process(e.message) from None
-
-    def _give_back(self, process: _Process) -> None:
         with self._lock:
             if not self._closed:
+                self._busy[process] = owner
+                return process
+        process.kill()
+        raise _no_process("the tokenizer ends")
+
+    def _give_back(self, process: _Process, usable: bool) -> None:
+        with self._lock:
+            del self._busy[process]
+            if usable and not process.broken_off:
                 self._idle.append(process)
                 return
         process.kill()
@@ -111,6 +126,7 @@ class IsolatedTemplate:
 class _Process:
     def __init__(self, setup: Setup) -> None:
         self._cpu_seconds = setup.cpu_seconds
+        self.broken_off = False
         self._socket, self._process = _start()
         # Also when nobody closes what it belongs to.
         self._end = weakref.finalize(self, _end, self._socket, self._process)
@@ -133,6 +149,11 @@ class _Process:
     def render(self, frame: bytes) -> Result:
         """What came of the Job; BadRequest if the process has not survived it."""
         return self._ask(frame)
+
+    def break_off(self) -> None:
+        """Have a `render` in another thread fail at once. (Its socket is that thread's to close.)"""
+        self.broken_off = True
+        self._process.kill()
 
     def kill(self) -> None:
         self._end()
@@ -163,7 +184,7 @@ def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
         ours.settimeout(WALL_SECONDS)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", render_child.__name__],
+                [sys.executable, "-P", "-m", render_child.__name__, str(os.getpid())],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=_environment(),

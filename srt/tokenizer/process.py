@@ -48,7 +48,7 @@ from sapwood.srt.messages import (
 )  # fmt: skip
 from sapwood.srt.tokenizer.background import Background, is_long, safely
 from sapwood.srt.tokenizer.delivery import Delivery, Sender, overloaded
-from sapwood.srt.tokenizer.prompts import PromptEncoder
+from sapwood.srt.tokenizer.prompts import Prompt, PromptEncoder
 from sapwood.srt.tokenizer.questions import Questions
 from sapwood.srt.tokenizer.recent import Recent
 from sapwood.srt.tokenizer.requests import Choice, NoTexts, Request, Texts
@@ -93,6 +93,7 @@ class TokenizerLoop:
         # Chats wait for another process (see isolation.py), long prompts for each other.
         self._chats: Background[_Job, Ids] = Background(self._encode, NOT_ENCODED, CHAT_THREADS, wake)
         self._background: Background[_Job, Ids] = Background(self._encode, NOT_ENCODED, wake=wake)
+        self._encoding: dict[int, Prompt] = {}
         self._questions = Questions(index, encoder, texts, scheduler, wake)
         self._unnamed: deque[PromptRead | Done] = deque()
         self._aborted = Recent(RECENT_SECONDS, MAX_RECENT)
@@ -161,6 +162,7 @@ class TokenizerLoop:
         self._out += self._questions.finished()
         for lane in (self._chats, self._background):
             for (request, message), result in lane.finished():
+                self._encoding.pop(request.key, None)
                 self._submit(request, message, result)
         self._encode_some()
         self._name_some()
@@ -172,11 +174,10 @@ class TokenizerLoop:
             request, message = self._intake.popleft()
             if self._requests.get(request.rid) is not request:
                 continue
-            if is_long(message.prompt):
-                self._background.put((request, message))
-                continue
-            if isinstance(message.prompt, ChatPrompt):
-                self._chats.put((request, message))
+            long = is_long(message.prompt)
+            if long or isinstance(message.prompt, ChatPrompt):
+                self._encoding[request.key] = message.prompt
+                (self._background if long else self._chats).put((request, message))
                 continue
             self._submit(request, message, safely(self._encode, (request, message), NOT_ENCODED))
             if time.monotonic() > deadline:
@@ -312,6 +313,8 @@ class TokenizerLoop:
                 self._out.append(chunk)
         request.unnamed = 0
         self._by_key.pop(request.key, None)
+        if (prompt := self._encoding.pop(request.key, None)) is not None:
+            self._encoder.stop(prompt)
         del self._requests[request.rid]
         self._ended.add(request.rid)
         self._out.append(Ended(request.rid, error))

@@ -37,6 +37,11 @@ class PromptEncoder:
         if self._template is not None:
             self._template.close()
 
+    def stop(self, prompt: Prompt) -> None:
+        """Break off the rendering of this very prompt, if there is one now: it raises. From any thread."""
+        if self._template is not None:
+            self._template.stop(prompt)
+
     def encode(self, prompt: Prompt) -> Ids:
         """The prompt's ids, at least one; raises BadRequest naming the field and the value."""
         ids = self.tokenize(prompt)
@@ -57,12 +62,17 @@ class PromptEncoder:
         except RecursionError:
             raise BadRequest("messages are nested too deeply", param="messages") from None
 
-    def render(self, prompt: ChatPrompt) -> str:
-        """The text that the template makes of a chat; raises BadRequest."""
+    def render(self, prompt: ChatPrompt, owner: object = None) -> str:
+        """The text that the template makes of a chat; raises BadRequest. `owner` is what can be told to
+        `stop` instead of the prompt."""
         template = self._need_template()
         chat = template.prepare(prompt.messages)
         return template.render(
-            chat, prompt.add_generation_prompt, prompt.continue_final, prompt.template_kwargs
+            chat,
+            prompt.add_generation_prompt,
+            prompt.continue_final,
+            prompt.template_kwargs,
+            owner=owner or prompt,
         )
 
     def _chat(self, prompt: ChatPrompt) -> list[int]:
@@ -73,7 +83,9 @@ class PromptEncoder:
             specials = None
         if specials is not None:
             chat, kwargs = specials.mark(chat), specials.mark(kwargs)
-        text = template.render(chat, prompt.add_generation_prompt, prompt.continue_final, kwargs)
+        text = template.render(
+            chat, prompt.add_generation_prompt, prompt.continue_final, kwargs, owner=prompt
+        )
         if specials is None:
             return self._encode(text, False, "messages")
         _check_text(text, "messages")

@@ -1,17 +1,21 @@
 """The process in which one chat template renders; the kernel bounds what it may use of time and memory.
 
-Started by isolation.py as `python -P -m sapwood.srt.tokenizer.render_child`, with a socket as standard input:
-reads a Setup and then Jobs, answers each. It gets neither the server's environment, where keys may be, nor a
-socket but that one. It renders one chat after another: what keeps them apart is the template's sandbox.
+Started by isolation.py as `python -P -m sapwood.srt.tokenizer.render_child PARENT`, with its process id and a
+socket as standard input: reads a Setup and then Jobs, answers each. It gets neither the server's environment,
+where keys may be, nor a socket but that one. It renders one chat after another: what keeps them apart is the
+template's sandbox.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import resource
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +27,8 @@ from sapwood.srt.tokenizer.templates import ChatTemplate
 MEMORY_BYTES = 512 * 2**20
 KEEP_BYTES = 128 * 2**20
 """A process that holds more than this after a rendering ends, so that the memory goes back."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Setup(msgspec.Struct, array_like=True):
@@ -72,14 +78,29 @@ def _exactly(sock: socket.socket, size: int) -> bytes | None:
     return bytes(data)
 
 
-def main() -> None:
-    """Serve until the other side hangs up."""
+def main(parent: int) -> None:
+    """Serve until process `parent`, at the other side, hangs up or ends."""
+    if not _ends_with(parent):
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sock = socket.socket(fileno=0)
+    # It may hang up before it has had an answer.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        _serve(socket.socket(fileno=0))
+
+
+def _ends_with(parent: int) -> bool:
+    """Have the kernel end this process with its parent (with the thread that has started it, to be exact),
+    where it can, and also amid a rendering. False if the parent has ended before that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    return os.getppid() == parent
+
+
+def _serve(sock: socket.socket) -> None:
     setup = read(sock)
     if setup is None:
         return
@@ -152,4 +173,4 @@ def _held_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -14,6 +14,9 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put after the final message to find its end in the text; what follows it is cut off. Its space tells
 whether the template trims contents. (transformers' way, and its tag.)"""
 
+MAX_REASON_CHARS = 500
+"""Of what a template says when it refuses: that may quote all of a message."""
+
 RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
 
 
@@ -62,9 +65,9 @@ class ChatTemplate:
         try:
             text = self._compiled.render(variables)
         except Raised as e:
-            raise BadRequest(str(e), param="messages") from None
+            raise BadRequest(_shown(str(e)), param="messages") from None
         except FAILURES as e:
-            reason = str(e) or type(e).__name__
+            reason = _shown(str(e)) or type(e).__name__
             raise BadRequest(
                 f"the chat template fails on these messages: {reason}", param="messages"
             ) from None
@@ -96,6 +99,15 @@ def lone_surrogate(error: UnicodeEncodeError, param: str) -> BadRequest:
         f"{param} holds a lone surrogate (U+{ord(error.object[error.start]):04X}), which is not a character",
         param=param,
     )
+
+
+def _shown(reason: str) -> str:
+    """A template's words, for an error message: not too many, and no control characters among them."""
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in reason[: MAX_REASON_CHARS + 1]
+    )
+    return shown if len(shown) <= MAX_REASON_CHARS else shown[: MAX_REASON_CHARS - 1] + "…"
 
 
 def _text(content: Any, place: str) -> str:

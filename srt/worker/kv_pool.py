@@ -12,7 +12,8 @@ from sapwood.srt.config import Config
 from sapwood.srt.errors import ConfigError
 
 CONTEXTS_BY_DEFAULT = 4
-"""Without --max-total-tokens the pool holds this many full contexts, if memory allows."""
+"""Unless a number or a share is asked for, the pool holds this many full contexts, if memory allows."""
+SHARE_BY_DEFAULT = 0.5
 
 
 class KvPool:
@@ -36,7 +37,7 @@ def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
 
 
 def choose_slots(config: Config, context_length: int, bytes_per_slot: int) -> tuple[int, str]:
-    """(number of slots, why): what was asked for, else a few contexts within the free memory's share.
+    """(number of slots, why): what was asked for, else a few contexts, and no more than half the free memory.
 
     Raises ConfigError if what was asked for does not fit in the machine's free memory.
     """
@@ -50,20 +51,18 @@ def choose_slots(config: Config, context_length: int, bytes_per_slot: int) -> tu
                 param="max_total_tokens",
             )
         return config.max_total_tokens, f"{need / 2**20:.0f} MiB, as asked for"
-    wanted = CONTEXTS_BY_DEFAULT * context_length
-    fitting = int(free * config.mem_fraction_static) // bytes_per_slot
+    share = config.mem_fraction_static or SHARE_BY_DEFAULT
+    fitting = int(free * share) // bytes_per_slot
     if fitting < 2:
         raise ConfigError(
-            f"{free / 2**20:.0f} MiB of memory are free; a share of {config.mem_fraction_static}"
+            f"{free / 2**20:.0f} MiB of memory are free; a share of {share}"
             f" (--mem-fraction-static) holds no two slots of {bytes_per_slot} bytes",
             param="mem_fraction_static",
         )
-    slots = min(wanted, fitting)
-    why = (
-        f"{CONTEXTS_BY_DEFAULT} contexts of {context_length} tokens"
-        if slots == wanted
-        else f"{config.mem_fraction_static:.0%} of {free / 2**20:.0f} MiB free"
-    )
+    slots, why = fitting, f"{share:.0%} of {free / 2**20:.0f} MiB free"
+    if config.mem_fraction_static is None and fitting >= CONTEXTS_BY_DEFAULT * context_length:
+        slots = CONTEXTS_BY_DEFAULT * context_length
+        why = f"{CONTEXTS_BY_DEFAULT} contexts of {context_length} tokens"
     return slots, f"{slots * bytes_per_slot / 2**20:.0f} MiB: {why}"
 
 

@@ -235,6 +235,28 @@ def test_questions(bench: Callable[..., Bench]) -> None:
     here.run(test)
 
 
+def test_a_question_that_nobody_waits_for_is_cancelled(bench: Callable[..., Bench]) -> None:
+    here = bench()
+    here.tokenizer.answers = {"tokenize": None, "flush": DIED}
+
+    async def test(client: Client) -> None:
+        assert await client.ask("state") == {}
+        with pytest.raises(SapwoodError, match="worker died"):
+            await client.ask("flush")
+        left = asyncio.create_task(client.ask("tokenize", prompt=HELLO))
+        await here.wait_for(Ask, 3)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        with pytest.raises(Unavailable):
+            await client.ask("tokenize", 0.05, prompt=HELLO)
+        asked = await here.wait_for(Ask, 6)
+        assert [a.what for a in asked] == ["state", "flush", "tokenize", "cancel", "tokenize", "cancel"]
+        assert [a.call for a in asked[2:]] == [3, 3, 4, 4]
+
+    here.run(test)
+
+
 def test_a_full_queue_is_overloaded_and_starts_nothing(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,9 @@ def test_what_is_not_supported(http: httpx.Client) -> None:
     assert refused(http, prompt="x", logprobs=21)["param"] == "logprobs"
     assert refused(http, prompt="x", logprobs=True)["param"] == "logprobs"
     assert refused(http, prompt="x", messages=[])["code"] == "unknown_field"
+    assert refused(http, prompt="x", max_token=5)["message"].endswith(
+        "`max_token`; did you mean max_tokens or min_tokens?"
+    )
     assert refused(http, prompt=[5], add_special_tokens=True)["param"] == "add_special_tokens"
 
 

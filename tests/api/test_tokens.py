@@ -9,7 +9,7 @@ import pytest
 
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.messages import Ask, ChatPrompt, IdsPrompt, TextPrompt, pack
-from tests.api.scripted import Harness, detokenize
+from tests.api.scripted import Harness, client, detokenize
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -43,6 +43,25 @@ def test_a_text(splits: Harness, http: httpx.Client) -> None:
     assert tokenize(http, prompt="", add_special_tokens=False, model="tiny").status_code == 200
     assert asked(splits) == TextPrompt("", False)
     assert tokenize(http, prompt="a b", return_token_strs=True).json()["token_strs"] == ["a", " b"]
+
+
+@pytest.mark.parametrize(
+    ("route", "what", "body"),
+    [
+        ("/tokenize", "tokenize", {"prompt": "a b"}),
+        ("/detokenize", "detokenize", {"tokens": [5, 6]}),
+        ("/cache/explain", "explain", {"prompt": "a b"}),
+    ],
+)
+def test_a_client_that_leaves_cancels_its_question(
+    server: Harness, route: str, what: str, body: dict[str, Any]
+) -> None:
+    server.tokenizer.answers = {what: None}
+    with client(server) as leaving, pytest.raises(httpx.ReadTimeout):
+        leaving.post(route, json=body, timeout=0.2)
+    asked, cancelled = server.tokenizer.wait_for(Ask, 2)
+    assert (asked.what, cancelled.what) == (what, "cancel")
+    assert asked.call == cancelled.call
 
 
 def test_a_chat(splits: Harness, http: httpx.Client) -> None:

@@ -116,7 +116,7 @@ def test_messages_of_several_lines(model: str, tmp_path: Path) -> None:
 
 def test_a_request_that_is_wrong_does_not_end_the_chat(model: str) -> None:
     answer = chat("A river\n" + "word " * 900 + "\nA river\n", model, *SMALL)
-    assert answer.returncode == 0, answer.stderr
+    assert answer.returncode == 1, answer.stderr
     assert len(answer.stdout.splitlines()) == 2
     assert len(MEASURES.findall(answer.stderr)) == 2
     assert re.search(r"^error: .*\d+ tokens", answer.stderr, re.M)
@@ -141,6 +141,7 @@ def test_a_server_answers_as_an_engine_does(server: Server, model: str) -> None:
         (["--url", "ftp://x"], "cannot talk with ftp://x", 1),
         (["--url", "http://x", "--num-threads", "2"], "--num-threads is the server's to choose", 2),
         (["--api-key", "k"], "--api-key is a server's: it needs --url", 2),
+        (["--port", "1"], "--port is for sapwood serve: nothing listens here", 2),
     ],
 )
 def test_what_cannot_work_is_one_line(arguments: list[str], said: str, code: int) -> None:

@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,11 +15,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from sapwood.srt.errors import BadRequest, ModelError, Unavailable
-from sapwood.srt.tokenizer import isolation
+from sapwood.srt.tokenizer import isolation, render_child
 from sapwood.srt.tokenizer.isolation import IsolatedTemplate
 from sapwood.srt.tokenizer.templates import ChatTemplate
 
@@ -335,6 +337,124 @@ def test_values_arrive_as_they_were_sent() -> None:
     with pytest.raises(BadRequest, match="64 bits"):
         isolated.render(CHAT, kwargs={"extra": 2**70})
     isolated.close()
+
+
+@pytest.mark.parametrize("end", ["stop", "close"])
+def test_a_rendering_can_be_broken_off(end: str) -> None:
+    isolated = IsolatedTemplate(
+        "{% if messages[0].content == 'bad' %}" + GREEDY["ranges"] + "{% endif %}ok", {}, 20.0
+    )
+    bad, other, failed = object(), object(), []
+
+    def render(owner: object) -> None:
+        with pytest.raises(BadRequest, match="process has ended"):
+            isolated.render([{"role": "user", "content": "bad"}], owner=owner)
+        failed.append(owner)
+
+    begin = time.monotonic()
+    threads = [threading.Thread(target=render, args=(owner,)) for owner in (bad, other)]
+    for thread in threads:
+        thread.start()
+    while len(isolated._busy) < 2:
+        time.sleep(0.001)
+    children = [process._process.pid for process in isolated._busy]
+    if end == "stop":
+        isolated.stop(object())
+        isolated.stop(bad)
+        threads[0].join(10)
+        assert failed == [bad]
+        assert threads[1].is_alive(), "that is another's"
+        assert isolated.render(CHAT) == "ok"
+    isolated.close()
+    for thread in threads:
+        thread.join(10)
+    assert set(failed) == {bad, other}
+    assert time.monotonic() - begin < 10
+    assert not any(map(psutil.pid_exists, children))
+    with pytest.raises(Unavailable, match="tokenizer ends"):
+        isolated.render(CHAT)
+    assert not isolated._idle
+
+
+def test_a_process_that_was_broken_off_renders_no_more() -> None:
+    """The end may come when the text is already there."""
+    isolated = IsolatedTemplate("ok", {})
+    process, owner = isolated._idle[0], object()
+    plain = process.render
+
+    def late(frame: bytes) -> Any:
+        result = plain(frame)
+        isolated.stop(owner)
+        return result
+
+    process.render = late  # type: ignore[method-assign]
+    assert isolated.render(CHAT, owner=owner) == "ok"
+    assert not isolated._idle
+    assert isolated.render(CHAT) == "ok"
+    isolated.close()
+
+
+def test_a_process_ends_with_its_parent_amid_a_rendering_and_says_nothing() -> None:
+    code = (
+        "import sys, threading, time\n"
+        "from sapwood.srt.tokenizer.isolation import IsolatedTemplate\n"
+        "isolated = IsolatedTemplate(sys.argv[1], {}, 15.0)\n"
+        "print(isolated._idle[0]._process.pid, flush=True)\n"
+        "chat = [{'role': 'user', 'content': ''}]\n"
+        "threading.Thread(target=isolated.render, args=(chat,), daemon=True).start()\n"
+        "time.sleep(60)\n"
+    )
+    # One step that keeps all else in the process from running, and one of many.
+    for source in ("{{ 10 ** (messages | length * 10 ** 9) }}", GREEDY["ranges"]):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code, source],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=isolation._environment(),
+        )
+        with parent:
+            assert parent.stdout is not None
+            assert parent.stderr is not None
+            child = psutil.Process(int(parent.stdout.readline()))
+            before, end = child.cpu_times().user, time.monotonic() + 10
+            while child.cpu_times().user < before + 0.1:
+                assert time.monotonic() < end, "it does not render"
+                time.sleep(0.01)
+            parent.kill()
+            killed = time.monotonic()
+            while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < killed + 1.5
+                time.sleep(0.01)
+            assert parent.stderr.read() == b""
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_process_whose_parent_hangs_up_first_says_nothing(answers: int) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", render_child.__name__, str(os.getpid())],
+            stdin=theirs.fileno(),
+            stderr=subprocess.PIPE,
+            env=isolation._environment(),
+        )
+        theirs.close()
+        render_child.send(ours, msgspec.msgpack.encode(render_child.Setup("ok", {}, 1.0)))
+        if answers:
+            assert render_child.read(ours) is not None
+            job = render_child.Job(CHAT, True, False, {}, None)
+            render_child.send(ours, msgspec.msgpack.encode(job))
+    _, said = child.communicate(timeout=20)
+    assert (child.returncode, said) == (0, b"")
+
+
+def test_a_process_that_is_another_ones_does_not_begin() -> None:
+    """Its parent has ended before it could ask to end with it."""
+    child = subprocess.run(
+        [sys.executable, "-P", "-m", render_child.__name__, "1"],
+        capture_output=True, env=isolation._environment(), timeout=20, check=True,
+    )  # fmt: skip
+    assert (child.stdout, child.stderr) == (b"", b"")
 
 
 def test_a_process_does_not_outlive_its_parent() -> None:

@@ -8,6 +8,7 @@ import time
 from codecs import utf_8_decode
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -37,6 +38,7 @@ from sapwood.srt.params import SamplingParams
 from sapwood.srt.tokenizer import process
 from sapwood.srt.tokenizer.background import LONG_CHARS, Background
 from sapwood.srt.tokenizer.delivery import Delivery
+from sapwood.srt.tokenizer.isolation import IsolatedTemplate
 from sapwood.srt.tokenizer.process import TokenizerLoop
 from sapwood.srt.tokenizer.prompts import PromptEncoder
 from sapwood.srt.tokenizer.vocabulary import Vocabulary
@@ -401,6 +403,39 @@ def test_what_is_aborted_while_it_waits_for_a_thread_is_never_encoded(
         submitted += [m.rid for m in bench.scheduler.take()]
     assert sorted(submitted) == ["busy0", "busy1", "last"]
     assert len(encoded) == 3
+
+
+def test_an_aborted_chats_rendering_is_broken_off() -> None:
+    """The processes that render are few: they are not for those who have left."""
+    bench = Bench()
+    endless = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+    source = msgspec.structs.replace(
+        SOURCE, chat_template="{% if messages | length > 1 %}" + endless + "{% endif %}x"
+    )
+    encoder = PromptEncoder(source, byte_level(), True)
+    bench.loop = TokenizerLoop(0, source, encoder, VOCABULARY, bench.scheduler, bench.server)
+    encoder.close()
+    # With so much time that none ends by itself.
+    encoder._template = template = IsolatedTemplate(source.chat_template or "", {}, 60.0)
+    message = {"role": "user", "content": ""}
+    for i in range(process.CHAT_THREADS):
+        bench.step(Generate(f"bad{i}", ChatPrompt([message] * 2), SamplingParams()))
+    while len(template._busy) < process.CHAT_THREADS:
+        time.sleep(0.001)
+    bench.step(Generate("good", ChatPrompt([message]), SamplingParams()))
+    assert bench.server.take() == []
+    bench.step(*(Abort(f"bad{i}") for i in range(process.CHAT_THREADS)))
+    ends = [m for m in bench.server.take() if isinstance(m, Ended)]
+    assert ends == [Ended(f"bad{i}") for i in range(process.CHAT_THREADS)]
+    submitted: list[Any] = []
+    deadline = time.monotonic() + 15
+    while not submitted:
+        assert time.monotonic() < deadline
+        bench.step()
+        submitted = bench.scheduler.take()
+    assert [(m.rid, unpack(m.ids).tolist()) for m in submitted] == [("good", ids_of("x"))]
+    assert bench.server.take() == []
+    encoder.close()
 
 
 def test_a_token_is_cheap() -> None:

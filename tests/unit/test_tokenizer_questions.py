@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,11 +28,12 @@ from sapwood.srt.messages import (
 )
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.tokenizer import questions
-from sapwood.srt.tokenizer.background import THREADS
+from sapwood.srt.tokenizer.background import LONG_CHARS, THREADS
+from sapwood.srt.tokenizer.isolation import IsolatedTemplate
 from sapwood.srt.tokenizer.places import place_of
 from sapwood.srt.tokenizer.process import TokenizerLoop
 from sapwood.srt.tokenizer.prompts import PromptEncoder
-from sapwood.srt.tokenizer.questions import MAX_PENDING
+from sapwood.srt.tokenizer.questions import MAX_PENDING, MAX_PENDING_BYTES
 from sapwood.srt.tokenizer.requests import NoTexts
 from sapwood.srt.tokenizer.vocabulary import Vocabulary
 from tests.tokenizer_kinds import END, START, byte_level, metaspace
@@ -42,6 +43,8 @@ CHAT = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+ENDLESS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 
 ENCODERS: list[PromptEncoder] = []
 
@@ -265,6 +268,110 @@ def test_what_nobody_waits_for_any_more_is_not_worked_off(monkeypatch: pytest.Mo
     assert [a.error.status for a in answers if a.error is not None] == [503] * (MAX_PENDING - THREADS)
     bench.scheduler.take()
     assert bench.ask("tokenize", TextPrompt("the dog")).error is None
+
+
+def stuck(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], threading.Event]:
+    """Chats, and texts that begin with two x, wait for the event once they are begun."""
+    plain, begun, go = bench.encoder.tokenize, [], threading.Event()
+
+    def slow(prompt: Any) -> bytes:
+        if prompt == HI or (isinstance(prompt, TextPrompt) and prompt.text.startswith("xx")):
+            begun.append(prompt)
+            go.wait(20)
+        return plain(prompt)
+
+    monkeypatch.setattr(bench.encoder, "tokenize", slow)
+    return begun, go
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+HI = ChatPrompt([{"role": "user", "content": "hi"}])
+LONG = TextPrompt("x" * (LONG_CHARS + 1))
+
+
+@pytest.mark.parametrize("slow", [LONG, HI])
+def test_long_questions_and_chats_hold_up_no_short_ones(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(byte_level())
+    begun, go = stuck(bench, monkeypatch)
+    for call in range(100, 100 + MAX_PENDING):
+        assert bench.step(Ask(call, "tokenize", 0, slow)) == []
+    (answer,) = bench.step(Ask(999, "explain", 0, slow))
+    assert (answer.call, answer.error.status) == (999, 429)
+    wait_until(lambda: len(begun) == THREADS)
+    ids = ids_of("the dog")
+    assert bench.ask("tokenize", TextPrompt("the dog")).data["tokens"] == ids
+    assert bench.ask("detokenize", IdsPrompt(pack(ids))).data == {"text": "the dog"}
+    for call in range(100, 100 + MAX_PENDING):
+        bench.step(Ask(call, "cancel"))
+    go.set()
+
+
+def test_cancelled_questions_make_room_and_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(byte_level())
+    begun, go = stuck(bench, monkeypatch)
+    for call in range(MAX_PENDING):
+        bench.step(Ask(call, "tokenize", 0, LONG))
+    wait_until(lambda: len(begun) == THREADS)
+    assert bench.step(*(Ask(call, "cancel") for call in [*range(MAX_PENDING), 12345])) == []
+    assert bench.step(Ask(999, "tokenize", 0, LONG)) == []
+    go.set()
+    answer = bench.until(bench.server, Answer)
+    assert (answer.call, answer.error) == (999, None)
+    assert len(begun) == THREADS + 1, "those that threads had begun, and the last"
+    assert bench.step() == []
+
+
+def test_a_question_cancelled_while_the_scheduler_has_it_gets_no_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(byte_level())
+    bench.step(Ask(6, "tree"))
+    bench.step(Ask(6, "cancel"))
+    assert bench.scheduler.take() == [Ask(6, "tree", 3)]
+    answer = Answer(6, None, {"namespaces": []})
+    assert bench.step(answer) == [answer], "as it came"
+
+
+def test_what_waits_is_bounded_by_its_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(byte_level())
+    begun, go = stuck(bench, monkeypatch)
+    large = TextPrompt("x" * (MAX_PENDING_BYTES // 2))
+    larger = TextPrompt("x" * (MAX_PENDING_BYTES + 1))
+    monkeypatch.setattr(bench.encoder, "_encode", lambda *_: [5])
+    assert bench.step(Ask(1, "tokenize", 0, large), Ask(2, "tokenize", 0, large)) == []
+    wait_until(lambda: len(begun) == 2)
+    (answer,) = bench.step(Ask(3, "tokenize", 0, LONG))
+    assert (answer.call, answer.error.status) == (3, 429)
+    assert f"there may be {MAX_PENDING_BYTES}" in answer.error.message
+    assert bench.ask("tokenize", TextPrompt("the dog")).error is None
+    go.set()
+    answers: list[Any] = []
+    while len(answers) < 2:
+        answers += bench.step()
+    assert bench.step(Ask(4, "tokenize", 0, larger)) == [], "one alone may be larger"
+    assert bench.until(bench.server, Answer).call == 4
+    assert bench.step(Ask(5, "tokenize", 0, large)) == [], "nothing is held any more"
+    assert bench.until(bench.server, Answer).call == 5
+
+
+def test_a_cancelled_chats_rendering_is_broken_off() -> None:
+    source = "{% if messages[0].content != 'hi' %}" + ENDLESS + "{% endif %}ok"
+    bench = Bench(byte_level(), None)
+    # With so much time that none ends by itself.
+    bench.encoder._template = template = IsolatedTemplate(source, {}, 60.0)
+    bad = ChatPrompt([{"role": "user", "content": "bad"}])
+    for call, what in ((1, "tokenize"), (2, "explain")):
+        bench.step(Ask(call, what, 0, bad))
+    wait_until(lambda: len(template._busy) == 2)
+    bench.step(Ask(1, "cancel"), Ask(2, "cancel"))
+    wait_until(lambda: not template._busy)
+    assert bench.ask("tokenize", HI).data["tokens"] == ids_of("ok")
 
 
 def test_an_answer_that_comes_too_late_gets_no_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sapwood.srt.errors import BadRequest, ModelError
-from sapwood.srt.tokenizer.templates import ChatTemplate, prepare
+from sapwood.srt.tokenizer.templates import MAX_REASON_CHARS, ChatTemplate, prepare
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -118,6 +118,28 @@ def test_template_kwargs_and_tools_reach_the_template() -> None:
     error = refused(TOOLS, CHATS[0], kwargs={"messages": []})
     assert error.param == "chat_template_kwargs"
     assert "messages" in error.message
+
+
+def test_a_templates_words_are_cut_and_hold_no_control_characters() -> None:
+    chat = [{"role": "user", "content": "a\r\n\x1b[2J\u202eé木" + "\x00" * 100_000}]
+    for source in (
+        "{{ raise_exception(messages[0].content) }}",
+        "{{ {}[messages[0].content] + 1 }}",
+        "{{ messages[0].content.nothing.more }}",
+        "{{ ('%d' ~ messages[0].content) % messages[0].content }}",
+    ):
+        message = refused(source, chat).message
+        assert message.isprintable(), source
+        assert len(message) < MAX_REASON_CHARS + 100
+    message = refused("{{ raise_exception(messages[0].content) }}", chat).message
+    assert message.startswith(r"a\r\n\x1b[2J\u202eé木\x00")
+    assert (len(message), message[-1]) == (MAX_REASON_CHARS, "…")
+    whole = "x" * MAX_REASON_CHARS
+    assert (
+        refused("{{ raise_exception(messages[0].content) }}", [{"role": "", "content": whole}]).message
+        == whole
+    )
+    assert refused("{{ raise_exception('Roles must alternate') }}", chat).message == "Roles must alternate"
 
 
 def test_contents_become_strings() -> None:

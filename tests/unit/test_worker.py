@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from sapwood.srt import messages
+from sapwood.srt.config import make
+from sapwood.srt.errors import ConfigError
+from sapwood.srt.worker import kv_pool
 from tests.models import tiny_llama
 from tests.worker_bench import SLOTS, Bench, ids_of, make_bench, pool_bytes, row_start
 
@@ -188,3 +191,13 @@ def test_the_reference_attention_agrees(folder: Path) -> None:
         bench.step([part], [row_start(0)])
         logits.append(bench.logits[-1])
     assert torch.allclose(logits[0], logits[1], atol=1e-4)
+
+
+def test_the_pool_takes_the_share_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_pool, "free_memory", lambda: 1_000_000)
+    assert kv_pool.choose_slots(make(), 100, 10)[0] == kv_pool.CONTEXTS_BY_DEFAULT * 100
+    assert kv_pool.choose_slots(make(), 100_000, 10)[0] == 50_000
+    assert kv_pool.choose_slots(make(mem_fraction_static=0.9), 100, 10)[0] == 90_000
+    assert kv_pool.choose_slots(make(mem_fraction_static=0.1), 100_000, 10)[0] == 10_000
+    with pytest.raises(ConfigError, match="--mem-fraction-static"):
+        kv_pool.choose_slots(make(mem_fraction_static=0.1), 100, 100_000)
