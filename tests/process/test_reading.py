@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
+from tests.decoding import reference_logits, reference_of
 from tests.models import tiny_llama
 from tests.serving import Server, serve
 
@@ -62,6 +64,25 @@ def test_echo_is_the_same_cold_and_cached_as_text_and_as_ids(server: Server) -> 
     none = echo(server, TEXT, max_tokens=0)
     assert none["text"] == TEXT
     assert none["logprobs"] == {name: values[:-1] for name, values in shape.items()}
+
+
+def test_echo_logprobs_and_embeddings_are_those_of_transformers(server: Server) -> None:
+    """P21: log_softmax over the same ids, within 1e-3; the state after the final norm."""
+    flush(server)
+    ids = posted(server, "/tokenize", prompt=TEXT)["tokens"]
+    model = reference_of(server.output.parent / "model")
+    want = torch.log_softmax(reference_logits(model, ids), dim=-1)[:-1].gather(
+        1, torch.tensor(ids[1:], dtype=torch.int64)[:, None]
+    )
+    for _ in ("cold", "cached"):
+        got = echo(server, ids, max_tokens=0)["logprobs"]["token_logprobs"][1:]
+        torch.testing.assert_close(torch.tensor(got), want[:, 0], rtol=0, atol=1e-3)
+    with torch.no_grad():
+        states = model.model(torch.tensor([ids])).last_hidden_state[0]
+    for pooling, state in (("last", states[-1]), ("mean", states.mean(dim=0))):
+        body = posted(server, "/v1/embeddings", input=ids, pooling=pooling, normalize=False)
+        vector = torch.tensor(body["data"][0]["embedding"])
+        torch.testing.assert_close(vector, state, rtol=0, atol=1e-3)
 
 
 def test_a_batch_is_scored_as_its_members_alone(server: Server) -> None:
