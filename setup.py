@@ -22,7 +22,7 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 ISA_FLAGS = {
     "isa_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "isa_avx512": [
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
         # GCC 12 warns of its own AVX-512 header, some two thousand lines.
         *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
     ],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 
-ISAS = ("avx512", "avx2", "portable")
-"""Instruction sets, best first."""
+from sapwood.kernels.machine import choose_threads
+
+ISAS = ("amx", "avx512", "avx2", "portable")
+"""Instruction sets, best first; amx is avx512 with tiles for many rows, and equal to it in every bit."""
 
 _active: Any = None
 
@@ -16,8 +17,8 @@ def load(isa: str = "auto", threads: int | None = None) -> str:
     """Choose what the kernels of this process run with, and return the instruction set's name.
 
     `isa` is one of `ISAS`, or "auto" for the best that both the build and this CPU have; `threads`
-    defaults to the usable cores. May be called again, but not while a kernel runs. Raises RuntimeError
-    when the extension was not built, or when the choice is impossible here.
+    defaults to what `choose_threads` says. May be called again, but not while a kernel runs. Raises
+    RuntimeError when the extension was not built, or when the choice is impossible here.
     """
     global _active
     extension = _import_extension()
@@ -28,9 +29,9 @@ def load(isa: str = "auto", threads: int | None = None) -> str:
             f"the CPU kernels cannot run with instruction set {isa!r}: this build on this CPU has "
             + ", ".join(choices)
         )
-    count = usable_cores() if threads is None else threads
+    count = choose_threads()[0] if threads is None else threads
     if count < 1:
-        raise RuntimeError(f"the CPU kernels need at least 1 thread, got {threads}")
+        raise RuntimeError(f"the CPU kernels need at least 1 thread, got {count}")
     extension.select(chosen, count)
     _active = extension
     return chosen
@@ -47,13 +48,6 @@ def kernels() -> Any:
     if _active is None:
         load()
     return _active
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _import_extension() -> Any:

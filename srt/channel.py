@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from sapwood.srt import messages
 
@@ -80,6 +79,8 @@ class AsyncInbox:
     """An Inbox for an asyncio loop."""
 
     def __init__(self, directory: str, role: str, index: int = 0) -> None:
+        import zmq.asyncio  # asyncio takes 4 MB, and only the server has a loop
+
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)

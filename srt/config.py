@@ -45,11 +45,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16"],
-        Flag("storage of the weights; auto: float32 on a CPU"),
+        Flag(
+            "storage of the weights; auto: a GGUF's own types, float16 for float16, "
+            "float32 for float32 and bfloat16"
+        ),
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "gguf", "w8", "w4"],
+        Flag(
+            "round float weights to 8 or 4 bits at load, in blocks of 32; gguf: asks for a GGUF's own types"
+        ),
+    ] = "none"
+    weight_cache: Annotated[
+        bool,
+        Flag("keep quantised weights as they were packed in the cache folder: the next start maps them"),
+    ] = True
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "float16"],
-        Flag("storage of K and V; auto: float32 for float32 weights, else float16"),
+        Flag("storage of K and V; auto: float32 if all weights are stored so, else float16"),
     ] = "auto"
     context_length: Annotated[
         int | None, Flag("longest prompt plus output (default: the model's)", 2, 2**24)
@@ -120,9 +133,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     disable_overlap_schedule: Annotated[bool, Flag("plan a step only after the result of the last")] = False
 
     cpu_isa: Annotated[
-        Literal["auto", "avx512", "avx2", "portable"], Flag("instruction set of the CPU kernels")
+        Literal["auto", "amx", "avx512", "avx2", "portable"], Flag("instruction set of the CPU kernels")
     ] = "auto"
-    num_threads: Annotated[int | None, Flag("threads of the worker (default: usable cores)", 1, 1024)] = None
+    num_threads: Annotated[
+        int | None,
+        Flag("threads of the worker (default: one a core, within the quota)", 1, 1024),
+    ] = None
     attention_backend: Annotated[
         Literal["auto", "cpu", "reference"], Flag("reference: plain torch, slow, for checking")
     ] = "auto"
@@ -153,6 +169,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("model_path", "served_model_name"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{option(name)} must not be empty", param=name)
+        if self.quantization in ("w8", "w4") and self.dtype != "auto":
+            raise ConfigError(
+                f"--quantization {self.quantization} and --dtype {self.dtype} both say how weights are "
+                "stored: give one of them",
+                param="quantization",
+            )
         if self.chunked_prefill_size == 0:
             raise ConfigError(
                 "--chunked-prefill-size must be -1 or at least 1, got 0", param="chunked_prefill_size"

@@ -26,7 +26,8 @@ from sapwood.srt.errors import ConfigError, ProcessDied
 from sapwood.srt.lifeline import ROLES
 from sapwood.srt.messages import Boot, Died, Drain, Ready, Serve
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 1.0
+"""Between two looks at the heartbeats; an end, a message and a signal are seen at once."""
 FAREWELL_SECONDS = 3.0
 DRAIN_GRACE_SECONDS = 5.0
 MAX_SOCKET_PATH = 107
@@ -171,11 +172,13 @@ class Launcher:
 
     def _run_until(self, done: Callable[[], bool], deadline: float | None = None) -> bool:
         """Look after the processes until `done()`; False if the deadline comes first."""
+        most = min(POLL_SECONDS, self._config.heartbeat_timeout / 5)
         while not done():
-            if deadline is not None and time.monotonic() >= deadline:
+            wait = most if deadline is None else min(most, deadline - time.monotonic())
+            if wait <= 0:
                 return False
             with contextlib.suppress(queue.Empty):
-                number = self._events.get(timeout=POLL_SECONDS)
+                number = self._events.get(timeout=wait)
                 if number is not None:
                     raise Interrupted(number)
             self._check()

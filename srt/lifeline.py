@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import queue
@@ -36,7 +37,8 @@ ROLES = {
 }
 """Each module has `main(boot: Boot, lifeline: Lifeline) -> None`, which returns on a clean end."""
 
-BEAT_SECONDS = 0.5
+BEAT_SECONDS = 1.0
+"""Or a quarter of the heartbeat timeout, if that is less."""
 ORPHAN_SECONDS = 3.0
 FATAL_EXIT = 3
 PR_SET_PDEATHSIG = 1
@@ -102,6 +104,8 @@ class Lifeline:
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
 
     def ready(self, facts: dict[str, str] | None = None, max_request_tokens: int = 0) -> None:
+        """Tell that this process is loaded, and settle its memory as it is then."""
+        settle()
         self._wire.write(Ready(facts or {}, max_request_tokens))
 
     def fatal(self, message: str, expected: bool = False) -> None:
@@ -110,8 +114,9 @@ class Lifeline:
 
     def _beat(self) -> None:
         # The parent's id is watched too: a process forked off the launcher's would hold the socket open.
+        pause = min(BEAT_SECONDS, self.boot.config.heartbeat_timeout / 4)
         while self._wire.write(Beat()) and os.getppid() == self._parent:
-            time.sleep(BEAT_SECONDS)
+            time.sleep(pause)
         self._end()
 
     def _listen(self) -> None:
@@ -131,6 +136,16 @@ class Lifeline:
             shutil.rmtree(self.boot.directory, ignore_errors=True)
         finally:
             os._exit(1)
+
+
+def settle() -> None:
+    """What is loaded stays: the collector need not look at it again (torch's objects take it a quarter of a
+    second, in the midst of a step), and what loading has freed goes back to the system."""
+    gc.collect()
+    gc.freeze()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+    if trim is not None:
+        trim(0)
 
 
 def _die_with_launcher() -> None:

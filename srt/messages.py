@@ -80,9 +80,9 @@ ASK_SECONDS = 10.0  # nobody waits longer for an Answer
 class Ask(Message):
     """A question that one Answer with the same call answers; "cancel": nobody waits for that one any more.
 
-    The tokenizer answers "tokenize" (of `prompt`) and "detokenize" (of `prompt.ids`) itself, passes the
-    others on, and puts text beside the ids of what comes back. "explain" asks what `prompt` (ids, for the
-    scheduler) would find in `namespace` now; "tree" for a snapshot. `options` are the route's own.
+    The tokenizer answers "tokenize" (of `prompt`) and "detokenize" (of `prompt.ids`) itself, passes the rest
+    on, and puts text beside the ids of what comes back. "explain" asks what `prompt` (ids, for the scheduler)
+    would find in `namespace` now; "tree" for a snapshot. `options` are the route's own.
     """
 
     call: int
@@ -137,8 +137,7 @@ class Started(Message):
     """The request was admitted: its prompt is being computed. Comes before the first Chunk.
 
     `queued` is seconds from arrival to admission, `saved` the seconds of prefill that the cache saved.
-    `first` is the prompt's first token as text and bytes, if logprobs from it on are asked for: it has no
-    Read.
+    `first` is the prompt's first token as text and bytes, if logprobs from it on are asked for.
     """
 
     rid: str
@@ -297,9 +296,9 @@ class Refused(Message):
 class RowStart(Message):
     """Row `row` begins: its first `len(prefix) / 4` positions are already in the pool, in `prefix` slots.
 
-    Draws are keyed by (seed, choice, position); a fork's choices are `choice`, `choice + 1`, ....
-    `history` holds all ids so far for a row with penalties, or whose prompt is read (else empty): the worker
-    rebuilds counts from it, and knows what comes after a chunk; the first `prompt_len` are the prompt.
+    Draws are keyed by (seed, choice, position); a fork's choices are `choice`, `choice + 1`, ... `history` is
+    all ids so far of a row with penalties, or whose prompt is read (else empty), to rebuild counts from and
+    to know what comes after a chunk; the first `prompt_len` are the prompt.
     `read_from` is the first prompt index whose logprob is still to be told (-1: none is): a row that was
     retracted goes on where it was. A row whose params ask for a mean has no cached prefix and begins anew.
     """
@@ -318,9 +317,10 @@ class Step(Message):
     """One step: release rows, admit rows, then extend `rows[i]` by `counts[i]` tokens from `starts[i]`.
 
     All arrays are int32 of one entry a row, but `ids` and `slots`, which run over the rows' tokens in order.
-    A row whose id is -1 in `ids` (then its count is 1) takes its own last sampled token as its input.
-    `samples[i]` tokens are drawn from the row's last position: 0 in the middle of a prompt, 1, or n
-    where n choices fork.
+    The one id -1 of a row means its own last sampled token. `samples[i]` tokens are drawn from the row's last
+    position: 0 in the middle of a prompt, 1, or n where n choices fork. `shared` names stretches of positions
+    that several rows have in the same slots, to be read once: begin, end (multiples of 64), how many rows,
+    and their indices i, one stretch after the other.
     """
 
     number: int
@@ -332,6 +332,7 @@ class Step(Message):
     ids: Ids
     slots: bytes
     samples: bytes
+    shared: bytes = b""
 
 
 class RowError(Message):
@@ -425,7 +426,6 @@ AnyMessage = (
     | Step | StepResult | WorkerReady
     | Boot | Beat | Ready | Serve | Fatal | Died | Drain
 )  # fmt: skip
-
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[AnyMessage])

@@ -17,18 +17,24 @@ from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.messages import RowStart, Step
 from sapwood.srt.models.decoder import Batch, Decoder
 from sapwood.srt.models.registry import spec_of
+from sapwood.srt.models.weights import Storage
 from sapwood.srt.params import SamplingParams
+from sapwood.srt.worker.fused import FusedForward
 from sapwood.srt.worker.loop import make_runner
 from tests.models import source_of
 
 
 @dataclass
 class Sequence:
-    """One row in a pool of its own, or several: extends by some tokens and tells their logits."""
+    """One row in a pool of its own, or several: extends by some tokens and tells their logits.
+
+    `fused`: as the worker does, with all layers in one call, not op by op.
+    """
 
     decoder: Decoder
     room: int
     rows: int = 1
+    fused: bool = False
     k: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
 
@@ -40,6 +46,7 @@ class Sequence:
         order = torch.randperm(slots, generator=torch.Generator().manual_seed(3))
         self.table = order.int().view(self.rows, self.room)
         self.lengths = [0] * self.rows
+        self.forward = FusedForward(self.decoder, self, self.table) if self.fused else self._op_by_op
 
     def extend(self, *ids: list[int]) -> Tensor:
         """The logits after each of `ids`, which go to row 0, row 1, and so on."""
@@ -54,7 +61,7 @@ class Sequence:
             counts=torch.tensor([count for _, count in parts], dtype=torch.int32),
         )
         self.lengths = [start + count for start, count in parts]
-        hidden = self.decoder.forward(batch, self, self._attend)
+        hidden = self.forward(batch)
         return self.decoder.logits(hidden, torch.arange(len(batch.ids), dtype=torch.int32)).clone()
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
@@ -71,6 +78,9 @@ class Sequence:
                 row.append(token)
         return found
 
+    def _op_by_op(self, batch: Batch) -> Tensor:
+        return self.decoder.forward(batch, self, self._attend)
+
     def _attend(self, layer: int, qkv: Tensor, batch: Batch, out: Tensor) -> None:
         spec = self.decoder.spec
         attend(
@@ -79,9 +89,9 @@ class Sequence:
         )  # fmt: skip
 
 
-def decoder_of(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+def decoder_of(path: Path, storage: Storage = "float32", **options: Any) -> Decoder:
     source = source_of(path, skip_tokenizer_init=True, **options)
-    return Decoder(spec_of(source.config), open_weights(source), dtype, source.context_length)
+    return Decoder(spec_of(source.config), open_weights(source), storage, source.context_length)
 
 
 def greedy_in_mixed_steps(path: Path, prompts: list[list[int]], count: int, chunk: int) -> list[list[int]]:

@@ -18,6 +18,13 @@ KINDS = {
     name: gguf.GGMLQuantizationType[name.upper()]
     for name in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4")
 }
+"""What the gguf library can write; of the others, `random_blocks` makes files."""
+
+_HALVES = {
+    "q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "q4_0": (0,), "q5_0": (0,), "q8_0": (0,),
+    "iq4_nl": (0,),
+}  # fmt: skip
+"""Where a block has numbers in half precision, if not in its first four bytes."""
 
 ARCHITECTURES = {family: family for family in FAMILIES} | {"mistral": "llama"}
 """Family → `general.architecture`."""
@@ -47,6 +54,19 @@ _GEMMA_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+
+
+def random_blocks(kind: str, rows: int, blocks: int) -> np.ndarray:
+    """uint8 [rows, bytes]: every bit pattern of codes and scales, but all that is half precision below 1."""
+    draw = np.random.default_rng(3)
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]][1]
+    given = draw.integers(0, 256, (rows * blocks, size), dtype=np.uint8)
+    if kind in ("f32", "f16", "bf16"):
+        given[:, -1] &= 0x3F
+    else:
+        for at in _HALVES.get(kind, (0, 2)):
+            given[:, at + 1] &= 0xBB
+    return given.reshape(rows, -1)
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -83,9 +103,10 @@ def tiny_gguf(
 ) -> dict[str, torch.Tensor]:
     """Write a tiny model of tests.models as a GGUF file and return the tensors that went in.
 
-    Matrices are stored as `kind`, those whose GGUF name contains a key of `kinds` as its value; `metadata`
-    replaces entries (None removes one); tensors whose GGUF name is in `drop` are left out, those of `extra`
-    added. With several `parts`, `path` is the stem of their names. `overrides` change the config.
+    Matrices are stored as `kind`, those whose GGUF name contains a key of `kinds` as its value (one that is
+    not in `KINDS` gets random blocks); `metadata` replaces entries (None removes one); tensors whose GGUF
+    name is in `drop` are left out, those of `extra` added. With several `parts`, `path` is the stem of their
+    names. `overrides` change the config.
     """
     config = family_config(family, **overrides)
     tensors = random_tensors(config, 0, torch.float32)
@@ -132,7 +153,13 @@ def write_gguf(
             writer.add_uint16("split.count", parts)
             writer.add_int32("split.tensors.count", len(tensors))
         for name, (values, kind) in list(tensors.items())[index::parts]:
-            writer.add_tensor(name, gguf.quants.quantize(values, KINDS[kind]), raw_dtype=KINDS[kind])
+            number = gguf.GGMLQuantizationType[kind.upper()]
+            if kind in KINDS:
+                stored = gguf.quants.quantize(values, number)
+            else:
+                per_row = values.shape[1] // gguf.GGML_QUANT_SIZES[number][0]
+                stored = random_blocks(kind, values.shape[0], per_row)
+            writer.add_tensor(name, stored, raw_dtype=number)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -69,7 +69,8 @@ def command(model: Path | str | None, **flags: Any) -> list[str]:
     if model is not None:
         argv.append(str(model))
     for name, value in flags.items():
-        argv += [option(name)] if value is True else [option(name), str(value)]
+        if value is not None:
+            argv += [option(name)] if value is True else [option(name), str(value)]
     return argv
 
 

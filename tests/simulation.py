@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from sapwood.srt import messages
 from sapwood.srt.config import Config, ModelSource, make
@@ -87,6 +88,37 @@ def pooled(how: str, values: list[int]) -> bytes:
     return (values[-1] if how == "last" else sum(values)).to_bytes(16, "little")
 
 
+def check_shared(step: Step, table: npt.NDArray[Any]) -> None:
+    """The step's stretches are of whole tiles that lie before the rows' new tokens, in the same slots of
+    `table` for all of a stretch's rows; and they are all that there are, each for as many rows as can be."""
+    rows, starts = messages.unpack(step.rows), messages.unpack(step.starts)
+    shared = messages.unpack(step.shared).tolist()
+    named: dict[tuple[int, int], list[int]] = {}
+    while shared:
+        begin, end, n = shared[:3]
+        members, shared = shared[3 : 3 + n], shared[3 + n :]
+        assert len(members) == n >= 2
+        assert members == sorted(set(members)), "not the indices of rows, each once"
+        assert 0 <= begin < end
+        assert begin % 64 == end % 64 == 0
+        for i in members:
+            assert end <= starts[i], "a row shares what it has not computed"
+            assert np.array_equal(table[rows[i], begin:end], table[rows[members[0]], begin:end])
+            for tile in range(begin // 64, end // 64):
+                assert tile == 0 or (i, tile - 1) in named, "a stretch comes before the one above it"
+                assert (i, tile) not in named, "a row has a tile in two stretches"
+                named[i, tile] = members
+    for tile in range(max(starts) // 64):
+        end = 64 * (tile + 1)
+        alike: dict[bytes, list[int]] = {}
+        for i, row in enumerate(rows):
+            if end <= starts[i]:
+                alike.setdefault(table[row, :end].tobytes(), []).append(i)
+        for members in alike.values():
+            for i in members:
+                assert named.get((i, tile), [i]) == members, (i, tile)
+
+
 class SimulatedWorker:
     """Checks each Step as it runs it: rows, positions and slots must fit what came before."""
 
@@ -116,6 +148,7 @@ class SimulatedWorker:
         rows, starts = messages.unpack(step.rows), messages.unpack(step.starts)
         counts, samples = messages.unpack(step.counts), messages.unpack(step.samples)
         assert len(set(rows.tolist())) == len(rows)
+        check_shared(step, self.table)
         ids, slots = messages.unpack(step.ids), messages.unpack(step.slots)
         assert len(set(slots.tolist())) == len(slots), "a slot was given to two tokens"
         sampled: list[int] = []
@@ -274,8 +307,12 @@ class World:
             self.check()
 
     def check(self) -> None:
-        """What holds between any two turns: each slot is in one place, told and untold values add up."""
+        """What holds between any two turns: each slot is in one place, told and untold values add up, and
+        what is remembered of the tree leads to where a search from its root does."""
         self.state.check()
+        for s in self.state.waiting.values():
+            looking = s.request.namespace, s.ids.tobytes(), s.matchable
+            assert self.state.tree.trace(*looking, s.peeked_to)[1:] == self.state.tree.trace(*looking)[1:]
         for key, request in self.state.requests.items():
             params = request.params
             if params.logprob_start is None:

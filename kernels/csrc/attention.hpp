@@ -1,134 +1,117 @@
-// Causal attention over KV slots: the work of one call, cut into pieces that may run anywhere.
-//
-//   block   some queries of one row, with the query heads of one or several KV heads
-//   piece   a run of a block's tiles; a block is cut into several when there are few blocks for the threads
+// Causal attention over KV slots: runs what attention_plan.hpp planned.
 //
 // attention_tile.hpp holds the arithmetic. Every tile's partial result is the same wherever it is computed,
-// and they are always merged one by one in tile order, so how a call is cut cannot be seen in the result.
+// and they are always merged one by one in tile order, so neither how a call is cut nor what its rows share
+// can be seen in the result.
 #pragma once
-
 
 #include "attention_tile.hpp"
 
 namespace sapwood {
 namespace {
 
-constexpr int64_t BLOCK_ROWS = 96;       // query rows of a block that share a gathered tile
-constexpr int64_t ALL_HEADS_BELOW = 16;  // smaller blocks take all KV heads: a slot is read straight through
-constexpr int64_t PIECES_PER_THREAD = 4;
-constexpr int64_t MAX_SPLIT_FLOATS = 1 << 26;  // of partial results that a call may keep
+// What a query head has so far, between the segments of its row: out [width], max, sum.
+struct States {
+    float *memory;
+    int64_t heads, width;
 
-struct Piece {
-    int64_t block, begin, end;  // tiles
+    float *of(int64_t token, int64_t head) const { return memory + (token * heads + head) * (width + 2); }
 };
 
-struct Plan {
-    Block *blocks;
-    Piece *pieces;
-    int64_t num_blocks, num_pieces, split_floats, units;
-};
-
-// Calls visit(block) for every block of the call, in order.
+// Calls visit(query row, its token, its query head) for the KV head h of the block.
 template <class Visit>
-void for_each_block(const Attention &args, Visit visit) {
-    const int64_t group = args.hq / args.hkv, most_queries = most(1, BLOCK_ROWS / group);
-    int64_t token = 0;
-    for (int64_t i = 0; i < args.num_rows; i++) {
-        const int64_t count = args.counts[i];
-        for (int64_t done = 0; done < count; done += most_queries) {
-            Block block;
-            block.slots = args.slot_table + args.rows[i] * args.table_stride;
-            block.token = token + done;
-            block.position = args.starts[i] + done;
-            block.queries = least(most_queries, count - done);
-            block.rows = block.queries * group;
-            block.heads = block.rows < ALL_HEADS_BELOW ? args.hkv : 1;
-            block.window = args.window;
-            block.first_tile = block.begin_tile(0);
-            block.end_tile = ceil_div(block.position + block.queries, TILE);
-            block.split = -1;
-            for (block.head = 0; block.head < args.hkv; block.head += block.heads) visit(block);
-        }
-        token += count;
-    }
+void for_each_row(const Block &block, int64_t h, Visit visit) {
+    for (int64_t r = 0; r < block.rows; r++)
+        visit(r, block.list[r / block.group].token, (block.head + h) * block.group + r % block.group);
 }
 
-inline Plan make_plan(const Attention &args, int threads) {
-    static thread_local Scratch blocks, pieces;
-    Plan plan = {nullptr, nullptr, 0, 0, 0, 0};
-    int64_t tiles = 0;
-    for_each_block(args, [&](const Block &block) {
-        plan.num_blocks++;
-        tiles += block.tiles();
-        plan.units += block.tiles() * block.heads;
+inline void resume(const States &states, const Block &block, int64_t h, const Partial &into) {
+    if (block.first) return;
+    for_each_row(block, h, [&](int64_t r, int64_t token, int64_t head) {
+        const float *from = states.of(token, head);
+        memcpy(into.out + r * states.width, from, (size_t)states.width * sizeof(float));
+        into.max[r] = from[states.width];
+        into.sum[r] = from[states.width + 1];
     });
-    const int64_t want = PIECES_PER_THREAD * threads;
-    const bool few = threads > 1 && plan.num_blocks < want;
-    const int64_t length = few ? most(1, ceil_div(tiles, want)) : INT64_MAX;
-    plan.blocks = blocks.of<Block>((size_t)plan.num_blocks);
-    plan.pieces = pieces.of<Piece>((size_t)(plan.num_blocks + (few ? tiles : 0)));
-    int64_t at = 0;
-    for_each_block(args, [&](Block block) {
-        const int64_t floats = block.tiles() * block.heads * partial_floats(block.rows, padded(args.d));
-        const bool split = block.tiles() > length && plan.split_floats + floats <= MAX_SPLIT_FLOATS;
-        if (split) {
-            block.split = plan.split_floats;
-            plan.split_floats += floats;
+}
+
+// Leaves the result for the next segment or, after the last, in the call's output.
+inline void leave(const Attention &args, const States &states, const Block &block, int64_t h,
+                  const Partial &total) {
+    const int64_t width = states.width;
+    for_each_row(block, h, [&](int64_t r, int64_t token, int64_t head) {
+        const float *from = total.out + r * width;
+        if (block.last) {
+            float *out = args.out + (token * args.hq + head) * args.d;
+            const Vec factor = set1(1.0f / total.sum[r]);
+            for (int64_t c = 0; c < args.d; c += LANES)
+                store_upto(out + c, mul(load(from + c), factor), args.d - c);
+        } else {
+            float *to = states.of(token, head);
+            memcpy(to, from, (size_t)width * sizeof(float));
+            to[width] = total.max[r];
+            to[width + 1] = total.sum[r];
         }
-        const int64_t end = block.end_tile, step = split ? length : block.tiles();
-        for (int64_t begin = block.first_tile; begin < end; begin += step)
-            plan.pieces[plan.num_pieces++] = {at, begin, least(begin + step, end)};
-        plan.blocks[at++] = block;
     });
-    return plan;
 }
 
 // A piece of a block that was cut leaves its tiles' partial results in `kept`; a whole block is finished
 // here.
 template <class T>
-void run_piece(const Attention &args, const Block &block, int64_t begin, int64_t end, float *kept) {
+void run_piece(const Attention &args, const States &states, const Block &block, const Piece &piece,
+               float *kept) {
     Workspace<T> space(args, block);
     space.read_queries();
-    const int64_t floats = partial_floats(block.rows, space.width);
-    for (int64_t tile = begin; tile < end; tile++)
+    const int64_t floats = block.rows * partial_floats(args.d);
+    for (int64_t h = 0; !kept && h < block.heads; h++) resume(states, block, h, space.running(h));
+    for (int64_t tile = piece.begin; tile < piece.end; tile++) {
+        space.enter(tile, piece.begin, piece.end);
         for (int64_t h = 0; h < block.heads; h++) {
-            space.gather(tile, h, end);
             const int64_t place = (tile - block.first_tile) * block.heads + h;
-            float *memory = kept ? kept + place * floats : space.scratch_partial;
-            Partial partial(memory, block.rows, space.width);
-            space.compute(tile, h, partial);
+            const Partial partial(kept ? kept + place * floats : space.partial_memory, block.rows,
+                                  space.width);
+            space.compute(tile, h, tile + 1 < piece.end, partial);
             if (!kept) merge(block, tile, space.width, partial, space.running(h));
         }
-    if (!kept)
-        for (int64_t h = 0; h < block.heads; h++) finish(args, block, h, space.width, space.running(h));
+    }
+    for (int64_t h = 0; !kept && h < block.heads; h++) leave(args, states, block, h, space.running(h));
 }
 
-inline void merge_kept(const Attention &args, const Block &block, float *kept) {
-    const int64_t width = padded(args.d), floats = partial_floats(block.rows, width);
+inline void merge_kept(const Attention &args, const States &states, const Block &block, float *kept) {
+    static thread_local Scratch memory;
+    const int64_t width = states.width, floats = block.rows * (width + 2);
+    const Partial sum(memory.of<float>((size_t)floats), block.rows, width);
     for (int64_t h = 0; h < block.heads; h++) {
-        Partial sum(kept + h * floats, block.rows, width);
-        for (int64_t i = 1; i < block.tiles(); i++)
+        resume(states, block, h, sum);
+        for (int64_t i = 0; i < block.tiles(); i++)
             merge(block, block.first_tile + i, width,
                   Partial(kept + (i * block.heads + h) * floats, block.rows, width), sum);
-        finish(args, block, h, width, sum);
+        leave(args, states, block, h, sum);
     }
 }
 
 template <class T>
 void attend_typed(const Attention &args, int threads) {
-    static thread_local Scratch partials;
-    const Plan plan = make_plan(args, threads);
-    float *kept = partials.of<float>((size_t)plan.split_floats);
-    const int useful = plan.units < 4 ? 1 : threads;
-    share(useful, plan.num_pieces, 1, [&](int64_t i) {
-        const Piece &piece = plan.pieces[i];
-        const Block &block = plan.blocks[piece.block];
-        run_piece<T>(args, block, piece.begin, piece.end, block.split < 0 ? nullptr : kept + block.split);
-    });
-    if (plan.split_floats == 0) return;
-    share(useful, plan.num_blocks, 1, [&](int64_t i) {
-        if (plan.blocks[i].split >= 0) merge_kept(args, plan.blocks[i], kept + plan.blocks[i].split);
-    });
+    static thread_local Scratch partials, memory;
+    const Plan plan(args, threads, partial_floats(args.d));
+    float *const kept = partials.of<float>((size_t)plan.split_floats);
+    States states = {nullptr, args.hq, padded(args.d)};
+    if (args.shared_size)
+        states.memory = memory.of<float>((size_t)(plan.tokens * args.hq * (states.width + 2)));
+    const int useful = plan.cost < SMALL_COST ? 1 : threads;
+    for (int64_t i = 0; i < plan.num_levels; i++) {
+        const Level &level = plan.levels[i];
+        share(useful, level.end_piece - level.first_piece, 1, [&](int64_t j) {
+            const Piece &piece = plan.pieces[level.first_piece + j];
+            const Block &block = plan.blocks[piece.block];
+            run_piece<T>(args, states, block, piece, block.split < 0 ? nullptr : kept + block.split);
+        });
+        if (!level.split) continue;
+        share(useful, level.end_block - level.first_block, 1, [&](int64_t j) {
+            const Block &block = plan.blocks[level.first_block + j];
+            if (block.split >= 0) merge_kept(args, states, block, kept + block.split);
+        });
+    }
 }
 
 void attend(const Attention &args, int threads) {

@@ -8,11 +8,16 @@
 #include <string>
 #include <vector>
 
+#include "model.hpp"
 #include "pool.hpp"
 #include "table.hpp"
 
 #if SAPWOOD_X86
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace py = pybind11;
@@ -45,12 +50,30 @@ bool cpu_has_avx2() {
 }
 bool cpu_has_avx512() {
     return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+// Linux saves the tiles only of a process that has asked for them; it refuses where the CPU has none, or where
+// a signal stack is too small for them.
+bool system_grants_tiles() {
+#ifdef __linux__
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+bool cpu_has_amx() {
+    constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;
+    unsigned a, b, c, d;
+    return built_with_tiles() && cpu_has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16) &&
+           (d & TILES) && system_grants_tiles();
 }
 #endif
 
 const Table *usable_table(const std::string &isa) {
 #if SAPWOOD_X86
+    if (isa == "amx" && cpu_has_amx()) return &avx512_table();
     if (isa == "avx512" && cpu_has_avx512()) return &avx512_table();
     if (isa == "avx2" && cpu_has_avx2()) return &avx2_table();
 #endif
@@ -59,7 +82,7 @@ const Table *usable_table(const std::string &isa) {
 
 std::vector<std::string> usable() {
     std::vector<std::string> found;
-    for (const char *isa : {"avx512", "avx2", "portable"})
+    for (const char *isa : {"amx", "avx512", "avx2", "portable"})
         if (usable_table(isa)) found.push_back(isa);
     return found;
 }
@@ -67,6 +90,9 @@ std::vector<std::string> usable() {
 void choose(const std::string &isa, int count) {
     const Table *chosen = usable_table(isa);
     if (!chosen || count < 1) throw std::invalid_argument("cannot run " + isa);
+#if SAPWOOD_X86
+    use_tiles(isa == "amx");
+#endif
     active = chosen;
     threads = count;
     set_threads(count);
@@ -81,26 +107,28 @@ int64_t first_outside(const int32_t *values, int64_t n, int64_t limit) {
     return -1;
 }
 
-void call_linear(Address x, int64_t x_stride, int64_t m, Address weight, int dtype, int64_t n, int64_t k,
+void call_linear(Address x, int64_t x_stride, int64_t m, Address weight, int format, int64_t n, int64_t k,
                  Address out, int64_t out_stride, bool accumulate) {
-    table().linear({at<float>(x), x_stride, m, at<void>(weight), Dtype(dtype), n, k, at<float>(out),
+    table().linear({at<float>(x), x_stride, m, {at<void>(weight), Format(format), n, k}, at<float>(out),
                     out_stride, accumulate},
                    threads);
 }
 
-int64_t call_embed(Address ids, int64_t m, Address weight, int dtype, int64_t n, int64_t k, Address out) {
+int64_t call_embed(Address ids, int64_t m, Address weight, int format, int64_t n, int64_t k, Address out) {
     const int64_t wrong = first_outside(at<int32_t>(ids), m, n);
     if (wrong < 0)
-        table().embed({at<int32_t>(ids), m, at<void>(weight), Dtype(dtype), k, at<float>(out)}, threads);
+        table().embed({at<int32_t>(ids), m, {at<void>(weight), Format(format), n, k}, at<float>(out)}, threads);
     return wrong;
 }
 
-void call_pack(Address blocks, int kind, int64_t n, int64_t k, Address out, int dtype) {
-    table().pack({at<void>(blocks), Blocks(kind), n, k, at<void>(out), Dtype(dtype)}, threads);
+void call_pack(Address weight, int64_t n, int64_t k, Address out, int format) {
+    table().pack({at<float>(weight), n, k, at<void>(out), Format(format)}, threads);
 }
 
-void call_dequantise(Address blocks, int kind, int64_t n, int64_t k, Address out) {
-    table().dequantise({at<void>(blocks), Blocks(kind), n, k, at<float>(out)}, threads);
+void call_pack_codes(Address codes, Address scales, Address lows, int64_t n, int64_t k, Address out,
+                     int format) {
+    table().pack_codes(
+        {at<int8_t>(codes), at<float>(scales), at<float>(lows), n, k, at<void>(out), Format(format)}, threads);
 }
 
 void call_rms_norm(Address x, int64_t x_stride, int64_t m, int64_t heads, int64_t size, Address weight,
@@ -110,12 +138,8 @@ void call_rms_norm(Address x, int64_t x_stride, int64_t m, int64_t heads, int64_
         threads);
 }
 
-void call_silu_mul(Address gate_up, int64_t m, int64_t size, Address out) {
-    table().silu_mul({at<float>(gate_up), m, size, at<float>(out)}, threads);
-}
-
-void call_gelu_tanh_mul(Address gate_up, int64_t m, int64_t size, Address out) {
-    table().gelu_tanh_mul({at<float>(gate_up), m, size, at<float>(out)}, threads);
+void call_gated_mul(Address gate_up, int64_t m, int64_t size, int activation, Address out) {
+    table().gated_mul({at<float>(gate_up), m, size, Activation(activation), at<float>(out)}, threads);
 }
 
 int64_t call_rope_store(Address qkv, int64_t m, Address positions, Address slots, Address cos_sin,
@@ -146,10 +170,38 @@ int64_t wrong_row(const Attention &args, int64_t m, int64_t num_slots, int64_t m
     return tokens == m ? -1 : args.num_rows;
 }
 
+// Throws unless every stretch is whole tiles before its rows' new tokens, and a row's follow each other.
+void check_shared(const Attention &args) {
+    std::vector<int32_t> reached((size_t)args.num_rows, 0);
+    for (int64_t at = 0; at < args.shared_size;) {
+        const int32_t *stretch = args.shared + at;
+        const auto fail = [&](const std::string &why) {
+            throw std::invalid_argument("shared[" + std::to_string(at) + "]: " + why);
+        };
+        if (at + 3 > args.shared_size || stretch[2] < 1 || at + 3 + stretch[2] > args.shared_size)
+            fail("a stretch is begin, end, how many rows, and so many rows");
+        const int32_t begin = stretch[0], end = stretch[1];
+        if (begin < 0 || begin >= end || begin % 64 || end % 64)
+            fail("positions " + std::to_string(begin) + " to " + std::to_string(end) +
+                 " are not whole tiles of 64");
+        for (int32_t j = 0; j < stretch[2]; j++) {
+            const int32_t i = stretch[3 + j];
+            if (i < 0 || i >= args.num_rows)
+                throw std::out_of_range("shared[" + std::to_string(at + 3 + j) + "]: row " +
+                                        std::to_string(i) + " of the call does not exist");
+            if (begin < reached[i] || end > args.starts[i])
+                fail("positions " + std::to_string(begin) + " to " + std::to_string(end) +
+                     " do not lie between the stretch before and the new tokens of row " + std::to_string(i));
+            reached[i] = end;
+        }
+        at += 3 + stretch[2];
+    }
+}
+
 int64_t call_attend(Address qkv, int64_t m, Address k_pool, Address v_pool, int dtype, int64_t num_slots,
                     Address slot_table, int64_t max_rows, int64_t max_len, Address rows, Address starts,
                     Address counts, int64_t num_rows, int64_t hq, int64_t hkv, int64_t d, int64_t window,
-                    float scale, Address out) {
+                    float scale, Address out, Address shared, int64_t shared_size) {
     const Attention args = {at<float>(qkv),
                             at<void>(k_pool),
                             at<void>(v_pool),
@@ -165,25 +217,61 @@ int64_t call_attend(Address qkv, int64_t m, Address k_pool, Address v_pool, int 
                             d,
                             window,
                             scale,
-                            at<float>(out)};
+                            at<float>(out),
+                            at<int32_t>(shared),
+                            shared_size};
     const int64_t wrong = wrong_row(args, m, num_slots, max_rows);
-    if (wrong < 0) table().attend(args, threads);
+    if (wrong >= 0) return wrong;
+    check_shared(args);
+    table().attend(args, threads);
     return wrong;
 }
 
-void call_adjust(Address logits, Address prompt_seen, Address output_counts, int64_t vocab, float repetition,
-                 float presence, float frequency) {
-    table().adjust({at<float>(logits), at<uint8_t>(prompt_seen), at<int32_t>(output_counts), vocab,
-                    repetition, presence, frequency},
-                   threads);
+// -1; or the first token, or m + the first row, with an id, position or slot that does not exist.
+int64_t call_forward(const RegisteredModel &registered, int64_t m, Address ids, Address positions,
+                     Address slots, Address slot_table, int64_t max_rows, int64_t max_len, Address rows,
+                     Address starts, Address counts, int64_t num_rows, Address shared, int64_t shared_size,
+                     Address hidden) {
+    const Forward args = {&registered.model(), m,
+                          at<int32_t>(ids),    at<int32_t>(positions), at<int32_t>(slots),
+                          at<int32_t>(slot_table), max_len,            at<int32_t>(rows),
+                          at<int32_t>(starts), at<int32_t>(counts),    num_rows,
+                          at<int32_t>(shared), shared_size,            at<float>(hidden)};
+    int64_t wrong = first_outside(args.ids, m, registered.vocab());
+    if (wrong < 0) wrong = first_outside(args.positions, m, registered.max_length());
+    if (wrong < 0) wrong = first_outside(args.slots, m, registered.num_slots());
+    if (wrong >= 0) return wrong;
+    Attention attention = {};
+    attention.slot_table = args.slot_table;
+    attention.table_stride = max_len;
+    attention.rows = args.rows;
+    attention.starts = args.starts;
+    attention.counts = args.counts;
+    attention.num_rows = num_rows;
+    attention.shared = args.shared;
+    attention.shared_size = shared_size;
+    wrong = wrong_row(attention, m, registered.num_slots(), max_rows);
+    if (wrong >= 0) return m + wrong;
+    check_shared(attention);
+    table().forward(args, threads);
+    return -1;
 }
 
-int64_t call_sample(Address logits, int64_t rows, int64_t vocab, Address source, int64_t n,
+// -1, or the first draw with a row that does not exist, or n + the first row with a token that does not.
+int64_t call_sample(Address logits, int64_t rows, int64_t vocab, Address changes, Address penalties,
+                    Address source, int64_t n,
                     Address temperature, Address top_k, Address top_p, Address min_p, Address seeds,
                     Address choices, Address positions, Address ids, Address errors) {
     const int64_t wrong = first_outside(at<int32_t>(source), n, rows);
+    for (int64_t row = 0; changes && row < rows; row++) {
+        const Change &change = at<Change>(changes)[row];
+        if (first_outside(change.bias_ids, change.num_biases, vocab) >= 0 ||
+            first_outside(change.banned, change.num_banned, vocab) >= 0)
+            return n + row;
+    }
     if (wrong < 0)
-        table().sample({at<float>(logits), vocab, at<int32_t>(source), n, at<float>(temperature),
+        table().sample({at<float>(logits), vocab, at<Change>(changes), at<float>(penalties),
+                        at<int32_t>(source), n, at<float>(temperature),
                         at<int32_t>(top_k), at<float>(top_p), at<float>(min_p), at<int64_t>(seeds),
                         at<int32_t>(choices), at<int32_t>(positions), at<int32_t>(ids), at<int32_t>(errors)},
                        threads);
@@ -204,6 +292,10 @@ int64_t call_logprobs(Address logits, int64_t rows, int64_t vocab, Address sourc
     return wrong;
 }
 
+double call_limit(int kind, Address memory, int64_t work) {
+    return table().limit({LimitKind(kind), at<void>(memory), work}, threads);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -213,13 +305,16 @@ PYBIND11_MODULE(_C, m) {
     m.def("linear", &call_linear, work);
     m.def("embed", &call_embed, work);
     m.def("pack", &call_pack, work);
-    m.def("dequantise", &call_dequantise, work);
+    m.def("pack_codes", &call_pack_codes, work);
     m.def("rms_norm", &call_rms_norm, work);
-    m.def("silu_mul", &call_silu_mul, work);
-    m.def("gelu_tanh_mul", &call_gelu_tanh_mul, work);
+    m.def("gated_mul", &call_gated_mul, work);
     m.def("rope_store", &call_rope_store, work);
     m.def("attend", &call_attend, work);
-    m.def("adjust", &call_adjust, work);
+    py::class_<RegisteredModel>(m, "Model")
+        .def(py::init<const py::dict &>())
+        .def("add_layer", &RegisteredModel::add_layer);
+    m.def("forward", &call_forward, work);
     m.def("sample", &call_sample, work);
     m.def("logprobs", &call_logprobs, work);
+    m.def("limit", &call_limit, work);
 }

@@ -41,32 +41,31 @@ void rms_norm(const Norm &args, int threads) {
     });
 }
 
-template <class Activation>
-SAPWOOD_INLINE void gated(const Gated &args, int threads, Activation activation) {
-    const int useful = threads_for(args.m * args.size * 4, threads);
-    share(useful, args.m, fair_run(args.m, useful), [&](int64_t row) {
-        const float *gate = args.gate_up + row * 2 * args.size, *up = gate + args.size;
-        for (int64_t i = 0; i < args.size; i += LANES) {
-            const int64_t left = args.size - i;
-            Vec g = activation(load_upto(gate + i, left));
-            store_upto(args.out + row * args.size + i, mul(g, load_upto(up + i, left)), left);
-        }
-    });
-}
 
 // x / (1 + e ** -y)
 SAPWOOD_INLINE Vec times_sigmoid(Vec x, Vec minus_y) { return div(x, add(set1(1.0f), exp(minus_y))); }
 
-void silu_mul(const Gated &args, int threads) {
-    gated(args, threads, [](Vec x) { return times_sigmoid(x, sub(zero(), x)); });
-}
+SAPWOOD_INLINE Vec silu(Vec x) { return times_sigmoid(x, sub(zero(), x)); }
 
 // x (1 + tanh(y / 2)) / 2 is x sigmoid(y), which does not cancel where tanh is near -1; y is
 // 2 sqrt(2 / pi) (x + 0.044715 x ** 3).
-void gelu_tanh_mul(const Gated &args, int threads) {
-    gated(args, threads, [](Vec x) {
-        const Vec linear = set1(-1.5957691216057308f), cubic = set1(-0.07135481627f);
-        return times_sigmoid(x, mul(x, fma(mul(x, x), cubic, linear)));
+SAPWOOD_INLINE Vec gelu_tanh(Vec x) {
+    const Vec linear = set1(-1.5957691216057308f), cubic = set1(-0.07135481627f);
+    return times_sigmoid(x, mul(x, fma(mul(x, x), cubic, linear)));
+}
+
+// A row of gates, then as many ups, into activation(gate) * up.
+inline void gate_one(Activation activation, const float *gate, int64_t size, float *out) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Vec g = load_upto(gate + i, size - i), up = load_upto(gate + size + i, size - i);
+        store_upto(out + i, mul(activation == Activation::silu ? silu(g) : gelu_tanh(g), up), size - i);
+    }
+}
+
+void gated_mul(const Gated &args, int threads) {
+    const int useful = threads_for(args.m * args.size * 4, threads);
+    share(useful, args.m, fair_run(args.m, useful), [&](int64_t row) {
+        gate_one(args.activation, args.gate_up + row * 2 * args.size, args.size, args.out + row * args.size);
     });
 }
 
@@ -90,26 +89,27 @@ inline void copy_to_pool(const float *from, int64_t n, half *to) {
     for (; i < n; i++) to[i] = to_half(from[i]);
 }
 
-template <class T>
-void rope_store_typed(const Rope &args, int threads) {
+// Turns q and k of token i and stores its K and V.
+inline void rope_store_one(const Rope &args, int64_t i) {
     const int64_t width = (args.hq + 2 * args.hkv) * args.d, kv = args.hkv * args.d;
-    const int useful = threads_for(args.m * width * 2, threads);
-    share(useful, args.m, fair_run(args.m, useful), [&](int64_t i) {
-        float *row = args.qkv + i * width;
-        const float *cosines = args.table + args.positions[i] * args.rotary;
-        for (int64_t head = 0; head < args.hq + args.hkv; head++)
-            rotate(row + head * args.d, cosines, cosines + args.rotary / 2, args.rotary / 2);
-        const float *k = row + args.hq * args.d;
-        copy_to_pool(k, kv, (T *)args.k_pool + args.slots[i] * kv);
-        copy_to_pool(k + kv, kv, (T *)args.v_pool + args.slots[i] * kv);
-    });
+    float *row = args.qkv + i * width;
+    const float *cosines = args.table + args.positions[i] * args.rotary;
+    for (int64_t head = 0; head < args.hq + args.hkv; head++)
+        rotate(row + head * args.d, cosines, cosines + args.rotary / 2, args.rotary / 2);
+    const float *k = row + args.hq * args.d;
+    const int64_t slot = args.slots[i] * kv;
+    if (args.dtype == Dtype::f16) {
+        copy_to_pool(k, kv, (half *)args.k_pool + slot);
+        copy_to_pool(k + kv, kv, (half *)args.v_pool + slot);
+    } else {
+        copy_to_pool(k, kv, (float *)args.k_pool + slot);
+        copy_to_pool(k + kv, kv, (float *)args.v_pool + slot);
+    }
 }
 
 void rope_store(const Rope &args, int threads) {
-    if (args.dtype == Dtype::f16)
-        rope_store_typed<half>(args, threads);
-    else
-        rope_store_typed<float>(args, threads);
+    const int useful = threads_for(args.m * (args.hq + 2 * args.hkv) * args.d * 2, threads);
+    share(useful, args.m, fair_run(args.m, useful), [&](int64_t i) { rope_store_one(args, i); });
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
-// Linear layers over packed panels.
+// Linear layers over packed weights: here those over floats, and the embedding.
 #pragma once
 
 #include <string.h>
 
-#include "microkernel.hpp"
+#include "qgemm.hpp"
 
 namespace sapwood {
 namespace {
@@ -18,7 +18,7 @@ constexpr int64_t CONVERT_FROM = 4;       // tiles for which it pays to make flo
 // Writes the finished tile to its place in out; channels beyond n are not written.
 inline void emit(const Linear &args, const float *tile, int64_t tile_stride, int64_t row, int64_t rows,
                  int64_t channel) {
-    int64_t width = least(tile_stride, args.n - channel);
+    int64_t width = least(tile_stride, args.weight.n - channel);
     for (int64_t r = 0; r < rows; r++) {
         float *out = args.out + (row + r) * args.out_stride + channel;
         for (int64_t c = 0; c < width; c += LANES) {
@@ -45,8 +45,8 @@ inline const float *as_floats(const half *from, int64_t panel_stride, int panels
 // One row: nothing to reuse, so it reads the weights once, straight through, at the full depth.
 template <class W>
 void linear_one_row(const Linear &args, int threads) {
-    const W *weight = (const W *)args.weight;
-    const int64_t panels = ceil_div(args.n, PANEL), panel_stride = args.k * PANEL;
+    const W *weight = (const W *)args.weight.data;
+    const int64_t panels = ceil_div(args.weight.n, PANEL), panel_stride = args.weight.k * PANEL;
     constexpr int wide = panels_for(1);
     const Micro<W> micro[2] = {microkernel<1, 1, 0, W>, microkernel<1, wide, 0, W>};
     const int64_t groups = panels / wide, tasks = groups + panels % wide;
@@ -56,7 +56,7 @@ void linear_one_row(const Linear &args, int threads) {
         const Ahead soon = {weight + panel * panel_stride + STREAM_AHEAD, panel_stride * (int64_t)sizeof(W),
                             PANEL * (int)sizeof(W)};
         float tile[4 * PANEL];
-        micro[full](args.x, weight + panel * panel_stride, panel_stride, (int)args.k, false, tile, 0, soon);
+        micro[full](args.x, weight + panel * panel_stride, panel_stride, (int)args.weight.k, false, tile, 0, soon);
         emit(args, tile, full ? wide * PANEL : PANEL, 0, 1, panel * PANEL);
     });
 }
@@ -70,12 +70,12 @@ struct Product {
     int wide;
 
     Product(const Linear &linear, int threads) : args(linear), tiling(linear.m) {
-        panels = ceil_div(args.n, PANEL);
-        pieces = ceil_div(args.k, DEPTH);
-        piece = ceil_div(args.k, pieces);
+        panels = ceil_div(args.weight.n, PANEL);
+        pieces = ceil_div(args.weight.k, DEPTH);
+        piece = ceil_div(args.weight.k, pieces);
         wide = panels_for(tiling.rows(0));
         groups = ceil_div(panels, wide);
-        int64_t fit = most(1, BLOCK_BYTES / (int64_t)sizeof(float) / args.k / tiling.rows(0));
+        int64_t fit = most(1, BLOCK_BYTES / (int64_t)sizeof(float) / args.weight.k / tiling.rows(0));
         // Too few groups to share out evenly: cut the rows as well.
         int64_t want = ceil_div(4 * threads, groups);
         tiles_in_block = most(1, least(fit, ceil_div(tiling.tiles, want)));
@@ -87,7 +87,7 @@ struct Product {
 
     void copy_row(float *copy, int64_t r) const {
         for (int64_t p = 0; p < pieces; p++) {
-            int64_t begin = p * piece, size = least(piece, args.k - begin);
+            int64_t begin = p * piece, size = least(piece, args.weight.k - begin);
             memcpy(row(copy, p, r), args.x + r * args.x_stride + begin, (size_t)size * sizeof(float));
         }
     }
@@ -95,9 +95,9 @@ struct Product {
     // While tile `part` of `parts` is multiplied with piece p, its share of what comes after this piece of
     // the panels.
     Ahead ahead(const W *b, int64_t p, int count, int64_t part, int64_t parts) const {
-        const int64_t depth = least(piece, args.k - p * piece), row = PANEL * (int64_t)sizeof(W);
-        const int64_t distance = p + 1 < pieces ? depth : count * args.k - p * piece;
-        return {(const char *)b + (distance + part * depth / parts) * row, args.k * row,
+        const int64_t depth = least(piece, args.weight.k - p * piece), row = PANEL * (int64_t)sizeof(W);
+        const int64_t distance = p + 1 < pieces ? depth : count * args.weight.k - p * piece;
+        return {(const char *)b + (distance + part * depth / parts) * row, args.weight.k * row,
                 (int)ceil_div(row, parts)};
     }
 
@@ -106,13 +106,13 @@ struct Product {
         static thread_local Scratch sums, converted;
         const int64_t begin = block * tiles_in_block, end = least(begin + tiles_in_block, tiling.tiles);
         const int64_t first_row = tiling.begin(begin), rows = tiling.begin(end) - first_row;
-        const int64_t width = count * PANEL, panel_stride = args.k * PANEL;
+        const int64_t width = count * PANEL, panel_stride = args.weight.k * PANEL;
         float *sum = sums.of<float>((size_t)(rows * width));
         float *floats = converted.of<float>((size_t)(piece * width));
         for (int64_t p = 0; p < pieces; p++) {
             const int64_t k0 = p * piece;
-            const int depth = (int)least(piece, args.k - k0);
-            const W *b = (const W *)args.weight + panel * panel_stride + k0 * PANEL;
+            const int depth = (int)least(piece, args.weight.k - k0);
+            const W *b = (const W *)args.weight.data + panel * panel_stride + k0 * PANEL;
             const bool reuse = sizeof(W) < sizeof(float) && end - begin >= CONVERT_FROM;
             const float *b32 = reuse ? as_floats(b, panel_stride, count, depth, floats) : nullptr;
             for (int64_t t = begin; t < end; t++) {
@@ -157,7 +157,7 @@ void linear_typed(const Linear &args, int threads) {
         part.m = least(CALL_ROWS, args.m - done);
         part.x += done * args.x_stride;
         part.out += done * args.out_stride;
-        const int useful = threads_for(part.m * part.n * part.k / 8, threads);
+        const int useful = threads_for(part.m * part.weight.n * part.weight.k / 8, threads);
         if (part.m == 1)
             linear_one_row<W>(part, useful);
         else
@@ -166,28 +166,30 @@ void linear_typed(const Linear &args, int threads) {
 }
 
 void linear(const Linear &args, int threads) {
-    if (args.dtype == Dtype::f16)
-        linear_typed<half>(args, threads);
-    else
-        linear_typed<float>(args, threads);
+    if (args.weight.format == Format::f32) return linear_typed<float>(args, threads);
+    if (args.weight.format == Format::f16) return linear_typed<half>(args, threads);
+    with_format(args.weight.format, [&](auto q) { linear_quantised<decltype(q)>(args, threads); });
 }
 
 template <class W>
 void embed_typed(const Embed &args, int threads) {
-    const W *weight = (const W *)args.weight;
-    const int useful = threads_for(args.m * args.k, threads);
+    const W *weight = (const W *)args.weight.data;
+    const int useful = threads_for(args.m * args.weight.k, threads);
     share(useful, args.m, fair_run(args.m, useful), [&](int64_t i) {
         const int64_t id = args.ids[i];
-        const W *from = weight + id / PANEL * args.k * PANEL + id % PANEL;
-        for (int64_t k = 0; k < args.k; k++) args.out[i * args.k + k] = value(from[k * PANEL]);
+        const W *from = weight + id / PANEL * args.weight.k * PANEL + id % PANEL;
+        for (int64_t k = 0; k < args.weight.k; k++) args.out[i * args.weight.k + k] = value(from[k * PANEL]);
     });
 }
 
 void embed(const Embed &args, int threads) {
-    if (args.dtype == Dtype::f16)
-        embed_typed<half>(args, threads);
-    else
-        embed_typed<float>(args, threads);
+    if (args.weight.format == Format::f32) return embed_typed<float>(args, threads);
+    if (args.weight.format == Format::f16) return embed_typed<half>(args, threads);
+    with_format(args.weight.format, [&](auto q) {
+        share(threads, args.m, fair_run(args.m, threads), [&](int64_t i) {
+            read_row<decltype(q)>(args.weight, args.ids[i], args.out + i * args.weight.k);
+        });
+    });
 }
 
 }  // namespace

@@ -1,17 +1,15 @@
 // All kernels of one instruction set, in their table.
 #pragma once
 
-#include "attention.hpp"
-#include "elementwise.hpp"
-#include "gemm.hpp"
-#include "pack.hpp"
+#include "forward.hpp"
+#include "limits.hpp"
 #include "sampling.hpp"
 
 namespace sapwood {
 namespace {
 
-const Table TABLE = {linear,        embed,      pack,   dequantise, rms_norm, silu_mul,
-                     gelu_tanh_mul, rope_store, attend, adjust,     sample,   logprobs};
+const Table TABLE = {linear, embed,   pack,   pack_codes, rms_norm, gated_mul,
+                     rope_store, attend,  forward, sample,   logprobs, limit};
 
 }  // namespace
 }  // namespace sapwood

@@ -1,6 +1,7 @@
 #include "pool.hpp"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -9,8 +10,10 @@
 namespace sapwood {
 namespace {
 
-constexpr int SPINS = 4000;   // some tens of microseconds
-constexpr int YIELDS = 400;   // then as long again or more, giving way to whoever wants the core
+// Covers the gap between two kernels of a step; to sleep and be woken takes about as long. No yielding comes
+// after it: a thread that yields is put behind whatever else wants its core, one that wakes is put before it.
+constexpr std::chrono::microseconds SPIN(20);
+constexpr int PAUSES = 16;  // between two looks at the clock
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -20,18 +23,17 @@ inline void pause() {
 #endif
 }
 
-// Waits, ever more politely, until done() holds; false if it gave up (only with `patient` false).
+// Spins until done() holds; false if it does not within SPIN.
 template <class Done>
-inline bool wait_for(bool patient, const Done &done) {
-    for (int i = 0; i < SPINS; i++) {
-        if (done()) return true;
-        pause();
-    }
-    for (int i = 0; patient || i < YIELDS; i++) {
-        if (done()) return true;
-        std::this_thread::yield();
-    }
-    return false;
+inline bool spin_for(const Done &done) {
+    const auto end = std::chrono::steady_clock::now() + SPIN;
+    do {
+        for (int i = 0; i < PAUSES; i++) {
+            if (done()) return true;
+            pause();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return done();
 }
 
 class Pool {
@@ -68,8 +70,8 @@ class Pool {
         }
         work();
         // Closed: nobody enters any more; those inside finish what they have claimed.
-        state_.fetch_and(~OPEN, std::memory_order_acq_rel);
-        wait_for(true, [&] { return (state_.load(std::memory_order_acquire) & INSIDE) == 0; });
+        state_.fetch_and(~OPEN, std::memory_order_seq_cst);
+        if (!spin_for([&] { return empty(); })) sleep_until_empty();
     }
 
   private:
@@ -88,11 +90,10 @@ class Pool {
     void serve() {
         uint64_t seen = 0;
         while (!stop_) {
-            const bool there = wait_for(false, [&] { return stop_ || fresh(seen); });
-            if (!there) sleep(seen);
+            if (!spin_for([&] { return stop_ || fresh(seen); })) sleep(seen);
             if (enter(seen)) {
                 work();
-                state_.fetch_sub(1, std::memory_order_release);
+                leave();
             }
         }
     }
@@ -109,10 +110,27 @@ class Pool {
             if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
             seen = state >> 32;
             if (seats_.fetch_sub(1, std::memory_order_relaxed) > 0) return true;
-            state_.fetch_sub(1, std::memory_order_release);
+            leave();
             return false;
         }
         return false;
+    }
+
+    void leave() {
+        state_.fetch_sub(1, std::memory_order_seq_cst);
+        if (caller_sleeps_.load(std::memory_order_seq_cst) && empty()) {
+            { std::lock_guard<std::mutex> hold(sleep_); }
+            emptied_.notify_one();
+        }
+    }
+
+    bool empty() const { return (state_.load(std::memory_order_seq_cst) & INSIDE) == 0; }
+
+    void sleep_until_empty() {
+        std::unique_lock<std::mutex> hold(sleep_);
+        caller_sleeps_.store(true, std::memory_order_seq_cst);
+        emptied_.wait(hold, [&] { return empty(); });
+        caller_sleeps_.store(false, std::memory_order_relaxed);
     }
 
     void sleep(uint64_t seen) {
@@ -123,9 +141,9 @@ class Pool {
     }
 
     std::mutex busy_, sleep_;
-    std::condition_variable wake_;
+    std::condition_variable wake_, emptied_;
     std::vector<std::thread> threads_;
-    std::atomic<bool> stop_{false};
+    std::atomic<bool> stop_{false}, caller_sleeps_{false};
     std::atomic<int> sleepers_{0}, seats_{0};
     std::atomic<int64_t> next_{0};
     std::atomic<uint64_t> state_{0};

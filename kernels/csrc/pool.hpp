@@ -2,7 +2,7 @@
 //
 // Made for a machine whose cores others want too. Tasks are claimed one run at a time, so a thread that the
 // system has taken off its core delays only what it has claimed; a thread that never came is not waited for.
-// Idle threads spin for a moment, which covers the gap between two kernels of a step, then give way, then sleep.
+// Whoever waits spins for a moment, which covers the gap between two kernels of a step, then sleeps.
 #pragma once
 
 #include <stdint.h>

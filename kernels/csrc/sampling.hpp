@@ -1,6 +1,7 @@
 // Penalties, draws and log-probabilities. Rows run in parallel; each depends on itself alone.
 #pragma once
 
+#include "elementwise.hpp"
 #include "ranking.hpp"
 
 namespace sapwood {
@@ -10,14 +11,38 @@ constexpr int64_t SUM_BLOCK = 256;  // weights summed in float; the blocks' sums
 constexpr float GREEDY_BELOW = 1e-5f;
 enum SampleError { OK = 0, NOT_FINITE = 1, NOTHING_LEFT = 2 };
 
-void adjust(const Penalties &args, int) {
-    for (int64_t i = 0; i < args.vocab; i++) {
-        const int32_t count = args.output_counts[i];
-        float x = args.logits[i];
-        if (args.prompt_seen[i] || count > 0) x = x > 0 ? x / args.repetition : x * args.repetition;
-        if (count > 0) x -= args.frequency * (float)count + args.presence;
-        args.logits[i] = x;
+inline void penalise(const Change &change, const float *penalties, int64_t vocab, float *logits) {
+    const float repetition = penalties[0], presence = penalties[1], frequency = penalties[2];
+    for (int64_t i = 0; i < vocab; i++) {
+        const int32_t count = change.output_counts[i];
+        float x = logits[i];
+        const float scaled = x > 0 ? x / repetition : x * repetition;
+        x = change.prompt_seen[i] || count > 0 ? scaled : x;
+        logits[i] = count > 0 ? x - (frequency * (float)count + presence) : x;
     }
+}
+
+inline void apply_mask(const int32_t *mask, int64_t vocab, float *logits) {
+    const Vec never = set1(-__builtin_inff());
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        const uint32_t allowed = (uint32_t)mask[i / 32] >> (i % 32);
+        store_upto(logits + i, pick(mask_of(allowed), load_upto(logits + i, vocab - i), never), vocab - i);
+    }
+}
+
+// The row as it is drawn from: a changed copy, if anything is to be changed.
+inline const float *changed(const Sample &args, int32_t row, Scratch &memory) {
+    const float *logits = args.logits + row * args.vocab;
+    if (!args.changes) return logits;
+    const Change &change = args.changes[row];
+    if (!change.output_counts && !change.num_biases && !change.num_banned && !change.mask) return logits;
+    float *copy = memory.of<float>((size_t)args.vocab);
+    memcpy(copy, logits, (size_t)args.vocab * sizeof(float));
+    if (change.output_counts) penalise(change, args.penalties + 3 * row, args.vocab, copy);
+    for (int64_t i = 0; i < change.num_biases; i++) copy[change.bias_ids[i]] += change.biases[i];
+    for (int64_t i = 0; i < change.num_banned; i++) copy[change.banned[i]] = -__builtin_inff();
+    if (change.mask) apply_mask(change.mask, args.vocab, copy);
+    return copy;
 }
 
 // Philox4x32-10 (Salmon et al., SC 2011): a draw in [0, 1) that is a multiple of 2 ** -53.
@@ -125,18 +150,21 @@ struct Weights {
 
 // A logit such that those that reach it, which should not be many more than needed, have `share` of the
 // weight.
-inline float nucleus_floor(const Weights &weights, float top, float temperature, double share) {
+inline float nucleus_floor(const Weights &weights, const Ranking &ranking, float top, float temperature,
+                           double share) {
     for (float depth = 1.0f; depth < 88.0f; depth *= 1.4f) {
-        const Vec lowest = set1(top - depth * temperature);
+        const float floor = top - depth * temperature;
+        const Vec lowest = set1(floor);
         double mass = 0;
-        for (int64_t b = 0; b < weights.blocks; b++) {
+        for (int64_t b = 0; b < ranking.blocks; b++) {
+            if (!(ranking.maxima[b] >= floor)) continue;
             Vec sum = zero();
-            for (int64_t i = b * SUM_BLOCK; i < least((b + 1) * SUM_BLOCK, weights.vocab); i += LANES)
+            for (int64_t i = b * RANK_BLOCK; i < least((b + 1) * RANK_BLOCK, weights.vocab); i += LANES)
                 sum = add(sum, keep(ge(load_logits(weights.logits + i, weights.vocab - i), lowest),
                                     load(weights.weights + i)));
             mass += hsum(sum);
         }
-        if (mass >= share * weights.total) return top - depth * temperature;
+        if (mass >= share * weights.total) return floor;
     }
     return -__builtin_inff();
 }
@@ -155,7 +183,7 @@ inline const Ranked *last_kept(const Sample &args, int64_t i, float top, const W
         total = 0;
         for (int64_t j = 0; j < count; j++) total += weights.weights[ranked[j].id];
     } else {
-        ranked = ranking.reaching(nucleus_floor(weights, top, args.temperature[i], args.top_p[i]), &count);
+        ranked = ranking.reaching(nucleus_floor(weights, ranking, top, args.temperature[i], args.top_p[i]), &count);
     }
     double sum = 0;
     int64_t last = 0;
@@ -167,8 +195,8 @@ inline const Ranked *last_kept(const Sample &args, int64_t i, float top, const W
 }
 
 inline SampleError sample_one(const Sample &args, int64_t i) {
-    static thread_local Scratch weight_memory, rank_memory;
-    const float *logits = args.logits + args.source[i] * args.vocab;
+    static thread_local Scratch changed_memory, weight_memory, rank_memory;
+    const float *logits = changed(args, args.source[i], changed_memory);
     float top;
     const SampleError error = find_top(logits, args.vocab, &top);
     if (error != OK) return error;
@@ -190,6 +218,12 @@ inline SampleError sample_one(const Sample &args, int64_t i) {
 
 void sample(const Sample &args, int threads) {
     share(threads, args.n, 1, [&](int64_t i) { args.errors[i] = sample_one(args, i); });
+    // A row's first draw becomes its next token; its other draws saw the counts without it.
+    for (int64_t i = 0; args.changes && i < args.n; i++) {
+        const Change &change = args.changes[args.source[i]];
+        const bool next = i == 0 || args.source[i] != args.source[i - 1];
+        if (next && change.output_counts && args.errors[i] == OK) change.output_counts[args.ids[i]]++;
+    }
 }
 
 inline void logprobs_one(const Logprobs &args, int64_t i) {

@@ -22,7 +22,7 @@ SAPWOOD_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
 SAPWOOD_INLINE void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
 
 SAPWOOD_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-SAPWOOD_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+SAPWOOD_INLINE constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 SAPWOOD_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // e ** x to about 2 units in the last place; 0 below the smallest normal result, NaN for NaN, and e ** 88

@@ -9,6 +9,7 @@ namespace sapwood {
 namespace {
 
 #define SAPWOOD_INLINE static inline __attribute__((always_inline))
+#define SAPWOOD_MEMBER inline __attribute__((always_inline))
 
 constexpr int LANES = 8;
 using Vec = __m256;
@@ -16,12 +17,22 @@ using Mask = __m256;
 
 // Register tiles: MAX_ROWS rows of 1 panel; 2 panels up to ROWS_OF_2 rows, 4 up to ROWS_OF_4.
 constexpr int MAX_ROWS = 6, ROWS_OF_2 = 3, ROWS_OF_4 = 1;
+// Of quantised weights: TILE_PANELS panels and up to PACKED_ROWS rows of codes as they are packed, WIDE_ROWS
+// of codes that were widened before.
+constexpr int TILE_PANELS = 1, PACKED_ROWS = 4, WIDE_ROWS = 6;
 
 SAPWOOD_INLINE __m256i first_lanes(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 SAPWOOD_INLINE Mask first(int n) { return _mm256_castsi256_ps(first_lanes(n)); }
+// Lane i where bit i is set.
+SAPWOOD_INLINE Mask mask_of(uint32_t bits) {
+    const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), lanes), lanes));
+}
 
+// Keeps a value in its register, and the compiler from knowing it.
+SAPWOOD_INLINE void pin(Vec &v) { asm volatile("" : "+x"(v)); }
 SAPWOOD_INLINE Vec zero() { return _mm256_setzero_ps(); }
 SAPWOOD_INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
 SAPWOOD_INLINE Vec load(const float *p) { return _mm256_loadu_ps(p); }
@@ -64,6 +75,43 @@ SAPWOOD_INLINE float hmax(Vec v) {
 SAPWOOD_INLINE Vec power_of_two(Vec shifted) {
     __m256i n = _mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(n, 23));
+}
+
+// Integers, as many as a Vec has lanes; or twice as many of 16 bits, in pairs.
+using Ints = __m256i;
+
+SAPWOOD_INLINE void pin(Ints &a) { asm volatile("" : "+x"(a)); }
+SAPWOOD_INLINE Ints izero() { return _mm256_setzero_si256(); }
+SAPWOOD_INLINE Ints iload(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+SAPWOOD_INLINE void istore(void *p, Ints a) { _mm256_storeu_si256((__m256i *)p, a); }
+SAPWOOD_INLINE Ints iset1(int32_t x) { return _mm256_set1_epi32(x); }
+SAPWOOD_INLINE Ints iand(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+template <int BITS>
+SAPWOOD_INLINE Ints shift_right(Ints a) {
+    return _mm256_srli_epi32(a, BITS);
+}
+// Each lane's even, or odd, bytes as a pair.
+SAPWOOD_INLINE Ints even_bytes(Ints a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
+SAPWOOD_INLINE Ints odd_bytes(Ints a) { return _mm256_srai_epi16(a, 8); }
+// sum + a.first * b.first + a.second * b.second, lane by lane. As intrinsics, GCC 12 spills the sums.
+SAPWOOD_INLINE Ints dot_pairs(Ints sum, Ints a, Ints b) {
+    Ints products;
+    asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(a), "x"(b));
+    return sum;
+}
+SAPWOOD_INLINE Vec to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
+SAPWOOD_INLINE Ints iadd(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+// Rounded to nearest, ties to even.
+SAPWOOD_INLINE Ints round_ints(Vec v) { return _mm256_cvtps_epi32(v); }
+// What fits in 16 bits, as LANES of them.
+SAPWOOD_INLINE void store16(int16_t *p, Ints a) {
+    const __m128i packed = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    _mm_storeu_si128((__m128i *)p, packed);
+}
+SAPWOOD_INLINE int32_t isum(Ints a) {
+    __m128i q = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
 
 SAPWOOD_INLINE float to_float(half h) { return _cvtsh_ss(h); }

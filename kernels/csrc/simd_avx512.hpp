@@ -1,14 +1,20 @@
-// 16 lanes: AVX-512 F, BW, VL and DQ.
+// 16 lanes: AVX-512 F, BW, VL, DQ and VNNI.
 #pragma once
 
 #include <immintrin.h>
 
 #include "table.hpp"
 
+// Whether this compiler can assemble AMX: those that can have this header; Clang must be told to, besides.
+#if defined(__AMX_TILE__) || (__has_include(<amxtileintrin.h>) && !defined(__clang__))
+#define SAPWOOD_TILES 1
+#endif
+
 namespace sapwood {
 namespace {
 
 #define SAPWOOD_INLINE static inline __attribute__((always_inline))
+#define SAPWOOD_MEMBER inline __attribute__((always_inline))
 
 constexpr int LANES = 16;
 using Vec = __m512;
@@ -16,9 +22,16 @@ using Mask = __mmask16;
 
 // Register tiles: MAX_ROWS rows of 1 panel; 2 panels up to ROWS_OF_2 rows, 4 up to ROWS_OF_4.
 constexpr int MAX_ROWS = 14, ROWS_OF_2 = 14, ROWS_OF_4 = 6;
+// Of quantised weights: TILE_PANELS panels and up to PACKED_ROWS rows of codes as they are packed, WIDE_ROWS
+// of codes that were widened before.
+constexpr int TILE_PANELS = 2, PACKED_ROWS = 12, WIDE_ROWS = 12;
 
 SAPWOOD_INLINE Mask first(int n) { return (Mask)(n >= 16 ? 0xffffu : (1u << n) - 1); }
+// Lane i where bit i is set.
+SAPWOOD_INLINE Mask mask_of(uint32_t bits) { return (Mask)bits; }
 
+// Keeps a value in its register, and the compiler from knowing it.
+SAPWOOD_INLINE void pin(Vec &v) { asm volatile("" : "+v"(v)); }
 SAPWOOD_INLINE Vec zero() { return _mm512_setzero_ps(); }
 SAPWOOD_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
 SAPWOOD_INLINE Vec load(const float *p) { return _mm512_loadu_ps(p); }
@@ -64,6 +77,35 @@ SAPWOOD_INLINE Vec power_of_two(Vec shifted) {
     __m512i n = _mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(127));
     return _mm512_castsi512_ps(_mm512_slli_epi32(n, 23));
 }
+
+// Integers, as many as a Vec has lanes; or twice as many of 16 bits, in pairs.
+using Ints = __m512i;
+
+SAPWOOD_INLINE void pin(Ints &a) { asm volatile("" : "+v"(a)); }
+SAPWOOD_INLINE Ints izero() { return _mm512_setzero_si512(); }
+SAPWOOD_INLINE Ints iload(const void *p) { return _mm512_loadu_si512(p); }
+SAPWOOD_INLINE void istore(void *p, Ints a) { _mm512_storeu_si512(p, a); }
+SAPWOOD_INLINE Ints iset1(int32_t x) { return _mm512_set1_epi32(x); }
+SAPWOOD_INLINE Ints iand(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+template <int BITS>
+SAPWOOD_INLINE Ints shift_right(Ints a) {
+    return _mm512_srli_epi32(a, BITS);
+}
+// Each lane's even, or odd, bytes as a pair.
+SAPWOOD_INLINE Ints even_bytes(Ints a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }
+SAPWOOD_INLINE Ints odd_bytes(Ints a) { return _mm512_srai_epi16(a, 8); }
+// sum + a.first * b.first + a.second * b.second, lane by lane. As the intrinsic, GCC 12 spills the sums.
+SAPWOOD_INLINE Ints dot_pairs(Ints sum, Ints a, Ints b) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+SAPWOOD_INLINE Vec to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+SAPWOOD_INLINE Ints iadd(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+// Rounded to nearest, ties to even.
+SAPWOOD_INLINE Ints round_ints(Vec v) { return _mm512_cvtps_epi32(v); }
+// What fits in 16 bits, as LANES of them.
+SAPWOOD_INLINE void store16(int16_t *p, Ints a) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(a)); }
+SAPWOOD_INLINE int32_t isum(Ints a) { return _mm512_reduce_add_epi32(a); }
 
 SAPWOOD_INLINE float to_float(half h) { return _cvtsh_ss(h); }
 SAPWOOD_INLINE half to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

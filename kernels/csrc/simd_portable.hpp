@@ -10,6 +10,7 @@ namespace sapwood {
 namespace {
 
 #define SAPWOOD_INLINE static inline __attribute__((always_inline))
+#define SAPWOOD_MEMBER inline __attribute__((always_inline))
 
 constexpr int LANES = 8;
 struct Vec {
@@ -19,6 +20,9 @@ using Mask = uint32_t;
 
 // Register tiles: MAX_ROWS rows of 1 panel; 2 panels up to ROWS_OF_2 rows, 4 up to ROWS_OF_4.
 constexpr int MAX_ROWS = 2, ROWS_OF_2 = 1, ROWS_OF_4 = 0;
+// Of quantised weights: TILE_PANELS panels and up to PACKED_ROWS rows of codes as they are packed, WIDE_ROWS
+// of codes that were widened before.
+constexpr int TILE_PANELS = 1, PACKED_ROWS = 1, WIDE_ROWS = 2;
 
 SAPWOOD_INLINE uint32_t to_bits(float x) {
     uint32_t b;
@@ -59,7 +63,11 @@ SAPWOOD_INLINE half to_half(float x) {
     return r
 
 SAPWOOD_INLINE Mask first(int n) { return n >= LANES ? 0xffu : (1u << n) - 1; }
+// Lane i where bit i is set.
+SAPWOOD_INLINE Mask mask_of(uint32_t bits) { return bits & 0xffu; }
 
+// Keeps a value in its register, and the compiler from knowing it.
+SAPWOOD_INLINE void pin(Vec &v) { asm volatile("" : "+m"(v)); }
 SAPWOOD_INLINE Vec zero() { SAPWOOD_LANES(0.0f); }
 SAPWOOD_INLINE Vec set1(float x) { SAPWOOD_LANES(x); }
 SAPWOOD_INLINE Vec load(const float *p) { SAPWOOD_LANES(p[i]); }
@@ -104,6 +112,57 @@ SAPWOOD_INLINE Vec power_of_two(Vec shifted) {
     SAPWOOD_LANES(from_bits((to_bits(shifted.lane[i]) + 127) << 23));
 }
 
+// Integers, as many as a Vec has lanes; or twice as many of 16 bits, in pairs.
+struct Ints {
+    int32_t lane[LANES];
+};
+#define SAPWOOD_INTS(expression)                              \
+    Ints r;                                                   \
+    for (int i = 0; i < LANES; i++) r.lane[i] = (expression); \
+    return r
+
+SAPWOOD_INLINE void pin(Ints &a) { asm volatile("" : "+m"(a)); }
+SAPWOOD_INLINE Ints izero() { SAPWOOD_INTS(0); }
+SAPWOOD_INLINE Ints iload(const void *p) {
+    Ints r;
+    memcpy(r.lane, p, sizeof r.lane);
+    return r;
+}
+SAPWOOD_INLINE void istore(void *p, Ints a) { memcpy(p, a.lane, sizeof a.lane); }
+SAPWOOD_INLINE Ints iset1(int32_t x) { SAPWOOD_INTS(x); }
+SAPWOOD_INLINE Ints iand(Ints a, Ints b) { SAPWOOD_INTS(a.lane[i] & b.lane[i]); }
+template <int BITS>
+SAPWOOD_INLINE Ints shift_right(Ints a) {
+    SAPWOOD_INTS((int32_t)((uint32_t)a.lane[i] >> BITS));
+}
+SAPWOOD_INLINE int32_t as_pair(int32_t low, int32_t high) {
+    return (int32_t)((uint32_t)(low & 0xffff) | (uint32_t)high << 16);
+}
+// Each lane's even, or odd, bytes as a pair.
+SAPWOOD_INLINE Ints even_bytes(Ints a) { SAPWOOD_INTS(as_pair((int8_t)a.lane[i], (int8_t)(a.lane[i] >> 16))); }
+SAPWOOD_INLINE Ints odd_bytes(Ints a) {
+    SAPWOOD_INTS(as_pair((int8_t)(a.lane[i] >> 8), (int8_t)(a.lane[i] >> 24)));
+}
+// sum + a.first * b.first + a.second * b.second, lane by lane.
+SAPWOOD_INLINE Ints dot_pairs(Ints sum, Ints a, Ints b) {
+    SAPWOOD_INTS(sum.lane[i] + (int16_t)a.lane[i] * (int16_t)b.lane[i] +
+                 (a.lane[i] >> 16) * (b.lane[i] >> 16));
+}
+SAPWOOD_INLINE Vec to_floats(Ints a) { SAPWOOD_LANES((float)a.lane[i]); }
+SAPWOOD_INLINE Ints iadd(Ints a, Ints b) { SAPWOOD_INTS(a.lane[i] + b.lane[i]); }
+// Rounded to nearest, ties to even; for what fits in 22 bits.
+SAPWOOD_INLINE Ints round_ints(Vec v) { SAPWOOD_INTS((int32_t)(v.lane[i] + 12582912.0f - 12582912.0f)); }
+// What fits in 16 bits, as LANES of them.
+SAPWOOD_INLINE void store16(int16_t *p, Ints a) {
+    for (int i = 0; i < LANES; i++) p[i] = (int16_t)a.lane[i];
+}
+SAPWOOD_INLINE int32_t isum(Ints a) {
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += a.lane[i];
+    return sum;
+}
+
+#undef SAPWOOD_INTS
 #undef SAPWOOD_LANES
 #undef SAPWOOD_MASK
 
@@ -116,6 +175,13 @@ SAPWOOD_INLINE float value(half x) { return to_float(x); }
 template <class From, class To>
 SAPWOOD_INLINE void transpose8(const From *const from[8], To *to, int stride) {
     for (int i = 0; i < 8; i++)
+        for (int j = 0; j < 8; j++) assign(to[(int64_t)i * stride + j], value(from[j][i]));
+}
+
+// to[i * stride + j] = from[j][i] for i < 16, j < 8.
+template <class From, class To>
+SAPWOOD_INLINE void transpose8x16(const From *const from[8], To *to, int stride) {
+    for (int i = 0; i < 16; i++)
         for (int j = 0; j < 8; j++) assign(to[(int64_t)i * stride + j], value(from[j][i]));
 }
 

@@ -39,5 +39,43 @@ SAPWOOD_INLINE void transpose8(const From *const from[8], To *to, int stride) {
     }
 }
 
+// to[i * stride + j] = from[j][i] for i < 16, j < 8.
+template <class To>
+SAPWOOD_INLINE void transpose8x16(const float *const from[8], To *to, int stride) {
+    const float *later[8];
+    for (int j = 0; j < 8; j++) later[j] = from[j] + 8;
+    transpose8(from, to, stride);
+    transpose8(later, to + 8 * (int64_t)stride, stride);
+}
+SAPWOOD_INLINE void store8(half *p, __m128i halves) { _mm_storeu_si128((__m128i *)p, halves); }
+SAPWOOD_INLINE void store8(float *p, __m128i halves) { _mm256_storeu_ps(p, _mm256_cvtph_ps(halves)); }
+// Halves are transposed as they are, and converted afterwards if at all.
+template <class To>
+SAPWOOD_INLINE void transpose8x16(const half *const from[8], To *to, int stride) {
+    __m256i a[8], b[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) a[j] = _mm256_loadu_si256((const __m256i *)from[j]);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        b[2 * j] = _mm256_unpacklo_epi16(a[j], a[j + 4]);
+        b[2 * j + 1] = _mm256_unpackhi_epi16(a[j], a[j + 4]);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        a[2 * j] = _mm256_unpacklo_epi16(b[j], b[j + 4]);
+        a[2 * j + 1] = _mm256_unpackhi_epi16(b[j], b[j + 4]);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const __m256i even = _mm256_unpacklo_epi16(a[j], a[j + 4]);
+        const __m256i odd = _mm256_unpackhi_epi16(a[j], a[j + 4]);
+        To *at = to + 2 * j * (int64_t)stride;
+        store8(at, _mm256_castsi256_si128(even));
+        store8(at + stride, _mm256_castsi256_si128(odd));
+        store8(at + 8 * (int64_t)stride, _mm256_extracti128_si256(even, 1));
+        store8(at + 9 * (int64_t)stride, _mm256_extracti128_si256(odd, 1));
+    }
+}
+
 }  // namespace
 }  // namespace sapwood

@@ -23,6 +23,7 @@ def attend(
     scale: float,
     out: Tensor,
     window: int = 0,
+    shared: Tensor | None = None,
 ) -> None:
     """Row i's `counts[i]` new tokens, at positions from `starts[i]`, attend to positions up to their own: to
     all, or with a `window` (positions, Hugging Face's `sliding_window`) to the last that many.
@@ -31,8 +32,13 @@ def attend(
     from the pools (float32 or float16 [slots, hkv, d]), the new tokens' included, where position p of row i
     lies in slot `slot_table[rows[i], p]`. slot_table int32 [max_rows, max_len]; rows, starts, counts int32
     [r]; out float32 [m, hq d]. A token's result depends on its own q and its positions' K and V only:
-    never on chunking, other rows, slots' places or threads. Raises IndexError for a row, position or slot
-    that does not exist, ValueError for a negative window.
+    never on chunking, other rows, slots' places or threads.
+
+    `shared` (int32) names stretches of positions that several rows have in the same slots, one after
+    another: begin, end (multiples of 64), how many rows, and their indices i. Each is read once, to the
+    same result. A row's stretches ascend, do not overlap, and end before its new tokens; whether the slots
+    are the same is not checked. Raises IndexError for a row, position or slot that does not exist,
+    ValueError for a negative window or a stretch that cannot be.
     """
     r = rows.shape[0]
     m = out.shape[0]
@@ -46,6 +52,8 @@ def attend(
     expect("starts", starts, torch.int32, r)
     expect("counts", counts, torch.int32, r)
     expect("out", out, torch.float32, m, hq * d)
+    if shared is not None:
+        expect("shared", shared, torch.int32, -1)
     if hq % hkv:
         raise ValueError(f"{hq} query heads cannot share {hkv} KV heads evenly")
     if window < 0:
@@ -54,7 +62,7 @@ def attend(
         qkv.data_ptr(), m, k_pool.data_ptr(), v_pool.data_ptr(), DTYPE_CODES[dtype], num_slots,
         slot_table.data_ptr(), max_rows, max_len,
         rows.data_ptr(), starts.data_ptr(), counts.data_ptr(), r, hq, hkv, d, min(window, max_len), scale,
-        out.data_ptr(),
+        out.data_ptr(), 0 if shared is None else shared.data_ptr(), 0 if shared is None else shared.numel(),
     )  # fmt: skip
     if wrong >= 0:
         raise IndexError(f"entry {wrong} of the step names a row, position or slot that does not exist")
@@ -74,6 +82,7 @@ def attend_reference(
     scale: float,
     out: Tensor,
     window: int = 0,
+    shared: Tensor | None = None,
 ) -> None:
     token = 0
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,47 +23,64 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
 
 
-def adjust(
-    logits: Tensor,
-    prompt_seen: Tensor,
-    output_counts: Tensor,
-    repetition: float,
-    presence: float,
-    frequency: float,
-) -> None:
-    """Apply penalties to one row of logits in place: repetition first, then frequency and presence.
+@dataclass(slots=True)
+class Change:
+    """What is done to a row's logits before each draw, in this order; what is None or empty does nothing.
 
-    logits float32 [v]; prompt_seen uint8 [v]; output_counts int32 [v]. Repetition (transformers' meaning)
-    divides a positive and multiplies a negative logit of a token seen in prompt or output; the
-    others (OpenAI's meaning) count the output only.
+    Repetition (transformers' meaning) divides a positive and multiplies a negative logit of a token seen in
+    prompt or output; frequency and presence (OpenAI's meaning) count the output only. Then biases are added,
+    then the banned tokens held back, then all that the mask does not allow (xgrammar's layout: token i is bit
+    i % 32 of word i / 32). `prompt_seen` uint8 [v] and `output_counts` int32 [v] come together; a draw counts
+    its token in the latter, of several from one row only the first.
     """
-    v = logits.shape[0]
-    expect("logits", logits, torch.float32, v)
-    expect("prompt_seen", prompt_seen, torch.uint8, v)
-    expect("output_counts", output_counts, torch.int32, v)
-    kernels().adjust(
-        logits.data_ptr(),
-        prompt_seen.data_ptr(),
-        output_counts.data_ptr(),
-        v,
-        repetition,
-        presence,
-        frequency,
-    )
+
+    prompt_seen: npt.NDArray[np.uint8] | None = None
+    output_counts: npt.NDArray[np.int32] | None = None
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    biases: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    banned: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    mask: npt.NDArray[np.int32] | None = None
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """The addresses and sizes, as a row of `changes`; valid as long as the arrays live."""
+        seen, counts, mask = (
+            0 if array is None else array.ctypes.data
+            for array in (self.prompt_seen, self.output_counts, self.mask)
+        )
+        return (
+            seen, counts, self.bias_ids.ctypes.data, self.biases.ctypes.data, len(self.bias_ids),
+            self.banned.ctypes.data, len(self.banned), mask,
+        )  # fmt: skip
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        return self.repetition, self.presence, self.frequency
 
 
-def adjust_reference(
-    logits: Tensor,
-    prompt_seen: Tensor,
-    output_counts: Tensor,
-    repetition: float,
-    presence: float,
-    frequency: float,
-) -> None:
-    seen = (prompt_seen > 0) | (output_counts > 0)
-    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits.copy_(torch.where(seen, scaled, logits))
-    logits -= frequency * output_counts.float() + presence * (output_counts > 0).float()
+CHANGE_FIELDS = 8
+NUM_BANNED = 6
+"""Where a row of `changes` has the number of banned tokens."""
+
+
+def change_reference(logits: Tensor, change: Change) -> Tensor:
+    """A changed copy of the row."""
+    result = logits.clone()
+    if change.output_counts is not None and change.prompt_seen is not None:
+        counts = torch.from_numpy(change.output_counts)
+        seen = (torch.from_numpy(change.prompt_seen) > 0) | (counts > 0)
+        scaled = torch.where(result > 0, result / change.repetition, result * change.repetition)
+        result = torch.where(seen, scaled, result)
+        result -= change.frequency * counts.float() + change.presence * (counts > 0).float()
+    result.index_add_(0, torch.from_numpy(change.bias_ids), torch.from_numpy(change.biases))
+    result[torch.from_numpy(change.banned).long()] = float("-inf")
+    if change.mask is not None:
+        bits = np.unpackbits(change.mask.view(np.uint8), bitorder="little")[: len(logits)]
+        result[torch.from_numpy(bits == 0)] = float("-inf")
+    return result
 
 
 def sample(
@@ -76,15 +95,20 @@ def sample(
     positions: Tensor,
     ids_out: Tensor,
     errors: Tensor,
+    changes: Tensor | None = None,
+    penalties: Tensor | None = None,
 ) -> None:
     """Draw `ids_out[i]` from row `source[i]` of the logits, for each of n samples.
+
+    With `changes` (int64 [s, 8], each row a `Change`'s fields or zeros) and `penalties` (float32 [s, 3]) the
+    draws are from changed copies of the rows; the logits stay as they are.
 
     logits float32 [s, v]; temperature, top_p, min_p float32 [n]; source, top_k (0: off), choices, positions,
     ids_out, errors int32 [n]; seeds int64 [n]. Temperature below `GREEDY_BELOW` or top_k 1 gives the
     lowest id among the maxima. Else the filters apply in the order temperature, top_k, top_p, min_p, with
     ties kept by lowest id, and the draw is the inverse of the cumulative distribution over the kept ids in
     order of id, at Philox4x32-10's number for (seed, choice, position). `errors[i]` is OK, NOT_FINITE or
-    NOTHING_LEFT. Raises IndexError for a source that is not a row.
+    NOTHING_LEFT. Raises IndexError for a source that is not a row, or a change of a token that there is not.
     """
     n = source.shape[0]
     expect("logits", logits, torch.float32, -1, -1)
@@ -100,13 +124,21 @@ def sample(
     expect("seeds", seeds, torch.int64, n)
     expect("ids_out", ids_out, torch.int32, n)
     expect("errors", errors, torch.int32, n)
+    s = logits.shape[0]
+    if changes is not None:
+        expect("changes", changes, torch.int64, s, CHANGE_FIELDS)
+    if penalties is not None or changes is not None:
+        expect("penalties", torch.empty(0) if penalties is None else penalties, torch.float32, s, 3)
     wrong = kernels().sample(
-        logits.data_ptr(), logits.shape[0], logits.shape[1], source.data_ptr(), n, temperature.data_ptr(),
+        logits.data_ptr(), s, logits.shape[1], 0 if changes is None else changes.data_ptr(),
+        0 if penalties is None else penalties.data_ptr(), source.data_ptr(), n, temperature.data_ptr(),
         top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), seeds.data_ptr(), choices.data_ptr(),
         positions.data_ptr(), ids_out.data_ptr(), errors.data_ptr(),
     )  # fmt: skip
+    if wrong >= n:
+        raise IndexError(f"row {wrong - n} is changed at a token that is not from 0 to {logits.shape[1] - 1}")
     if wrong >= 0:
-        raise IndexError(f"source {int(source[wrong])} is not from 0 to {logits.shape[0] - 1}")
+        raise IndexError(f"source {int(source[wrong])} is not from 0 to {s - 1}")
 
 
 def sample_reference(

@@ -69,13 +69,17 @@ class RadixTree:
         trace = self.trace(namespace, ids, limit)
         return trace.matched, self._stopped(namespace, ids, limit, trace)
 
-    def trace(self, namespace: str, ids: bytes, limit: int) -> Trace:
+    def trace(self, namespace: str, ids: bytes, limit: int, known: Node | None = None) -> Trace:
         """Where the longest cached prefix of `ids` ends, of at most `limit` tokens; to be read before the
-        tree changes."""
-        node: Node | None = self._roots.get(namespace)
+        tree changes. `known` is the node of an earlier trace of ids that `ids` begins with: if it is still in
+        the tree, the search goes on from there.
+        """
+        # A node that stays in the tree may lose its end, but the path to it never changes otherwise.
+        known = known if known is not None and known.parent is not None and known.depth <= limit else None
+        node = known or self._roots.get(namespace)
         if node is None:
             return Trace(Root(namespace), None, 0)
-        at, end = 0, min(4 * limit, len(ids))
+        at, end = 4 * node.depth, min(4 * limit, len(ids))
         while at < end:
             child = node.children.get(unpack_token(ids, at)[0])
             if child is None:

@@ -56,7 +56,7 @@ def markdown() -> str:
 def _working(entry: Entry) -> str:
     notes = [entry.reason] if entry.reason else []
     for text, value in entry.becomes.items():
-        if value is not None:
+        if value is not None and value != text:
             notes.append(f"`{text}` is `{str(value).lower() if isinstance(value, bool) else value}`")
     wrong: dict[str, list[str]] = {}
     for text, reason in entry.wrong.items():

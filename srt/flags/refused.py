@@ -81,7 +81,7 @@ REFUSED: tuple[Entry, ...] = (
     ),
     *group(
         "refused",
-        "weights are used as they are stored: GGUF's own types, or --dtype",
+        "weights are used as they are stored, or as --dtype or --quantization w8 | w4 has them",
         vllm="""
         quantization_config allow_deprecated_quantization? calculate_kv_scales?
         kv_cache_dtype_skip_layers+

@@ -9,6 +9,10 @@ _NO_BFLOAT16 = "bfloat16 weights are computed as float32 (auto) or float16 on a 
 _NOT_STORED = "K and V are stored as float32 or float16"
 _NVIDIA = "that attention backend needs the NVIDIA worker"
 _OTHER_BACKEND = "that attention backend is not for this runtime"
+_QUANTIZATION = {name: name for name in ("none", "gguf", "w8", "w4")}
+_OTHER_QUANTIZATION = (
+    "what is computed on is a GGUF's own types, or floats rounded at load: none, gguf, w8 or w4"
+)
 _INVERSE: dict[str, bool | None] = {TRUE: False, FALSE: True}
 
 _PLAIN: tuple[tuple[str, Vocabulary], ...] = (
@@ -40,6 +44,7 @@ OUR_NAMES: tuple[Entry, ...] = (
     *same("dtype", "dtype", "both", becomes={
         "half": "float16", "float": "float32", "torch.float16": "float16", "torch.float32": "float32"
     }, wrong=dict.fromkeys(("bfloat16", "bf16", "torch.bfloat16"), _NO_BFLOAT16)),
+    *same("quantization", "quantization -q", "both", becomes=_QUANTIZATION, wrong={ANY: _OTHER_QUANTIZATION}),
     *same(
         "kv_cache_dtype",
         "kv_cache_dtype",
@@ -85,9 +90,6 @@ ALIASES: tuple[Entry, ...] = (
     *same("context_length", "max_model_len", "vllm", wrong={
         "auto": "the length is not fitted to the memory: give a number",
         "-1": "the length is not fitted to the memory: give a number",
-    }),
-    *same("load_format", "quantization -q", "both", becomes={"gguf": "gguf"}, wrong={
-        ANY: "weights are used as they are stored: GGUF's own types, or --dtype"
     }),
     *same("served_model_name", "served_model_name", "both", listed=True, note="one name; default works too"),
     *same("tokenizer_workers", "tokenizer_worker_num", "sglang"),

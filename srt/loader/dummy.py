@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from sapwood.kernels.ops.gemm import PackedWeight, pack
+from sapwood.srt.loader.packing import Matrix
 from sapwood.srt.models.spec import DecoderSpec, tensor_shapes
+
+ROWS = 64
+"""Rows that are drawn together, so that a large matrix can be made in pieces."""
 
 
 class DummyReader:
@@ -24,8 +28,21 @@ class DummyReader:
         shape = self.shapes[name]
         if len(shape) == 1 and name.endswith(".weight"):
             return torch.ones(shape)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        return torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5)
+        return self._rows(name, 0, shape[0])
 
-    def pack(self, names: Sequence[str], dtype: torch.dtype) -> PackedWeight:
-        return pack(torch.cat([self.read(name) for name in names]), dtype)
+    def kind(self, name: str) -> str:
+        return "random"
+
+    def matrix(self, name: str) -> Matrix:
+        n, k = self.shapes[name]
+        return Matrix(name, n, k, self.kind(name), "float32", functools.partial(self._rows, name))
+
+    def _rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Whole blocks are drawn, of which the ends are cut."""
+        shape, first = self.shapes[name], begin // ROWS
+        blocks = []
+        for index in range(first, -(-end // ROWS)):
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name}:{index}".encode()))
+            rows = min(ROWS, shape[0] - index * ROWS)
+            blocks.append(torch.randn((rows, *shape[1:]), generator=generator).mul_(shape[-1] ** -0.5))
+        return torch.cat(blocks)[begin - first * ROWS : end - first * ROWS].contiguous()

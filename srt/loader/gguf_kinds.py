@@ -1,14 +1,15 @@
-"""The storage types of GGUF tensors, and their values by numpy where no kernel reads them."""
+"""The storage types of GGUF tensors: their blocks as codes and scales, and the values that these mean."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
+from sapwood.srt.loader.codes import LARGEST_HALF, Codes, Floats
+
 Bytes = npt.NDArray[np.uint8]
 
 PIECE = 2**20
@@ -53,8 +54,29 @@ def dequantise(rows: Bytes, kind: str) -> Floats:
     step = max(1, PIECE // values)
     for begin in range(0, len(blocks), step):
         part = blocks[begin : begin + step]
-        out[begin : begin + step] = _READERS[kind](part).reshape(len(part), values)
+        floats = _FLOATS[kind](part) if kind in _FLOATS else codes_of(part, kind).values()
+        out[begin : begin + step] = floats.reshape(len(part), values)
     return out.reshape(rows.shape[0], -1)
+
+
+def codes_of(rows: Bytes, kind: str) -> Codes:
+    """The codes and scales [n, k] of a quantised kind in uint8 [n, bytes of a row]."""
+    blocks = np.ascontiguousarray(rows).reshape(-1, KINDS[kind].size)
+    codes, scales, lows = _CODES[kind](blocks)
+    n, group = len(rows), codes[0].size // scales[0].size
+    return Codes(
+        codes.view(np.int8).reshape(n, -1),
+        scales.reshape(n, -1),
+        None if lows is None else lows.reshape(n, -1),
+        group,
+    )
+
+
+def format_of(rows: Bytes, kind: str) -> str:
+    """The smallest packed format that holds the values of `rows` as they are."""
+    if kind == "q4_0" and not np.all(np.abs(_half(rows.reshape(-1, 18), 0)) <= LARGEST_HALF / 8):
+        return "q4w"  # its low of -8 steps would overflow half precision
+    return _FORMATS[kind]
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -65,7 +87,8 @@ def _half(blocks: Bytes, at: int) -> Floats:
 def _shifted(part: Bytes, shifts: tuple[int, ...], width: int, mask: int) -> Bytes:
     """Bit fields in the order of the values: of each `width` bytes first all lowest fields, then the next."""
     fields = part.reshape(len(part), -1, 1, width) >> np.array(shifts, np.uint8)[:, None]
-    return (fields & np.uint8(mask)).reshape(len(part), -1)
+    fields &= np.uint8(mask)
+    return fields.reshape(len(part), -1)
 
 
 def _bits(words: Bytes) -> Bytes:
@@ -85,58 +108,53 @@ def _bf16(blocks: Bytes) -> Floats:
     return (blocks.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _q4_0(blocks: Bytes) -> Floats:
-    codes = _shifted(blocks[:, 2:], (0, 4), 16, 15).astype(np.int8) - np.int8(8)
-    return _half(blocks, 0) * codes.astype(np.float32)
+_Parts = tuple[Bytes, Floats, Floats | None]
+"""Of each block its codes (bytes that are to be read as int8), scales and lows."""
 
 
-def _q4_1(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * _shifted(blocks[:, 4:], (0, 4), 16, 15).astype(np.float32) + _half(blocks, 2)
+def _q4_0(blocks: Bytes) -> _Parts:
+    return _shifted(blocks[:, 2:], (0, 4), 16, 15) - np.uint8(8), _half(blocks, 0), None
+
+
+def _q4_1(blocks: Bytes) -> _Parts:
+    return _shifted(blocks[:, 4:], (0, 4), 16, 15), _half(blocks, 0), _half(blocks, 2)
 
 
 def _five_bits(high: Bytes, low: Bytes) -> Bytes:
     return _shifted(low, (0, 4), 16, 15) | _bits(high) << np.uint8(4)
 
 
-def _q5_0(blocks: Bytes) -> Floats:
-    codes = _five_bits(blocks[:, 2:6], blocks[:, 6:]).astype(np.int8) - np.int8(16)
-    return _half(blocks, 0) * codes.astype(np.float32)
+def _q5_0(blocks: Bytes) -> _Parts:
+    return _five_bits(blocks[:, 2:6], blocks[:, 6:]) - np.uint8(16), _half(blocks, 0), None
 
 
-def _q5_1(blocks: Bytes) -> Floats:
-    codes = _five_bits(blocks[:, 4:8], blocks[:, 8:]).astype(np.float32)
-    return _half(blocks, 0) * codes + _half(blocks, 2)
+def _q5_1(blocks: Bytes) -> _Parts:
+    return _five_bits(blocks[:, 4:8], blocks[:, 8:]), _half(blocks, 0), _half(blocks, 2)
 
 
-def _q8_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+def _q8_0(blocks: Bytes) -> _Parts:
+    return np.ascontiguousarray(blocks[:, 2:]), _half(blocks, 0), None
 
 
-def _groups(codes: npt.NDArray[Any], count: int) -> Floats:
-    """[blocks, count groups, values of a group]"""
-    return codes.reshape(len(codes), count, -1).astype(np.float32)
-
-
-def _q2_k(blocks: Bytes) -> Floats:
+def _q2_k(blocks: Bytes) -> _Parts:
     scales = blocks[:, :16]
-    step = (_half(blocks, 80) * (scales & np.uint8(15)).astype(np.float32))[:, :, None]
-    low = (_half(blocks, 82) * (scales >> np.uint8(4)).astype(np.float32))[:, :, None]
-    return step * _groups(_shifted(blocks[:, 16:80], (0, 2, 4, 6), 32, 3), 16) - low
+    step = _half(blocks, 80) * (scales & np.uint8(15)).astype(np.float32)
+    low = _half(blocks, 82) * (scales >> np.uint8(4)).astype(np.float32)
+    return _shifted(blocks[:, 16:80], (0, 2, 4, 6), 32, 3), step, -low
 
 
-def _q3_k(blocks: Bytes) -> Floats:
+def _q3_k(blocks: Bytes) -> _Parts:
     packed = blocks[:, 96:108]
     scales = _shifted(packed[:, :8], (0, 4), 8, 15)
     scales |= _shifted(packed[:, 8:], (0, 2, 4, 6), 4, 3) << np.uint8(4)
     step = _half(blocks, 108) * (scales.astype(np.int8) - np.int8(32)).astype(np.float32)
-    low = _shifted(blocks[:, 32:96], (0, 2, 4, 6), 32, 3).astype(np.int8)
     # A clear bit takes 4 away.
     absent = _shifted(blocks[:, :32], tuple(range(8)), 32, 1) ^ np.uint8(1)
-    return step[:, :, None] * _groups(low - (absent << np.uint8(2)).astype(np.int8), 16)
+    return _shifted(blocks[:, 32:96], (0, 2, 4, 6), 32, 3) - (absent << np.uint8(2)), step, None
 
 
 def _scales_and_lows(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Step and offset of the eight groups of a Q4_K or Q5_K block: 6 bits each, packed into 12 bytes."""
+    """Step and low of the eight groups of a Q4_K or Q5_K block: 6 bits each, packed into 12 bytes."""
     first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     high = np.uint8(0x30)
     scales = np.concatenate(
@@ -145,41 +163,44 @@ def _scales_and_lows(blocks: Bytes) -> tuple[Floats, Floats]:
     lows = np.concatenate(
         [second & np.uint8(63), (rest >> np.uint8(4)) | ((second >> np.uint8(2)) & high)], axis=1
     )
-    step = _half(blocks, 0) * scales.astype(np.float32)
-    return step[:, :, None], (_half(blocks, 2) * lows.astype(np.float32))[:, :, None]
+    return _half(blocks, 0) * scales.astype(np.float32), -(_half(blocks, 2) * lows.astype(np.float32))
 
 
-def _q4_k(blocks: Bytes) -> Floats:
-    step, low = _scales_and_lows(blocks)
-    return step * _groups(_shifted(blocks[:, 16:], (0, 4), 32, 15), 8) - low
+def _q4_k(blocks: Bytes) -> _Parts:
+    return _shifted(blocks[:, 16:], (0, 4), 32, 15), *_scales_and_lows(blocks)
 
 
-def _q5_k(blocks: Bytes) -> Floats:
-    step, low = _scales_and_lows(blocks)
+def _q5_k(blocks: Bytes) -> _Parts:
     codes = _shifted(blocks[:, 48:], (0, 4), 32, 15)
     codes |= _shifted(blocks[:, 16:48], tuple(range(8)), 32, 1) << np.uint8(4)
-    return step * _groups(codes, 8) - low
+    return codes, *_scales_and_lows(blocks)
 
 
-def _q6_k(blocks: Bytes) -> Floats:
+def _q6_k(blocks: Bytes) -> _Parts:
     step = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     codes = _shifted(blocks[:, :128], (0, 4), 64, 15)
     codes |= _shifted(blocks[:, 128:192], (0, 2, 4, 6), 32, 3) << np.uint8(4)
-    return step[:, :, None] * _groups(codes.astype(np.int8) - np.int8(32), 16)
+    return codes - np.uint8(32), step, None
 
 
-_IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
+_IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8)
 
 
-def _iq4_nl(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * _IQ4[_shifted(blocks[:, 2:], (0, 4), 16, 15)]
+def _iq4_nl(blocks: Bytes) -> _Parts:
+    return _IQ4[_shifted(blocks[:, 2:], (0, 4), 16, 15)].view(np.uint8), _half(blocks, 0), None
 
 
-_READERS: dict[str, Callable[[Bytes], Floats]] = {
-    "f32": _f32, "f16": _f16, "bf16": _bf16, "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
-    "q8_0": _q8_0, "q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
-    "iq4_nl": _iq4_nl,
+_FLOATS: dict[str, Callable[[Bytes], Floats]] = {"f32": _f32, "f16": _f16, "bf16": _bf16}
+_CODES: dict[str, Callable[[Bytes], _Parts]] = {
+    "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q2_k": _q2_k, "q3_k": _q3_k,
+    "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "iq4_nl": _iq4_nl,
+}  # fmt: skip
+_FORMATS = {
+    "f32": "float32", "f16": "float16", "bf16": "float32", "q4_0": "q4", "q4_1": "q4", "q5_0": "q8",
+    "q5_1": "q8w", "q8_0": "q8", "q2_k": "q8w", "q3_k": "q8w", "q4_k": "q4w", "q5_k": "q8w", "q6_k": "q8w",
+    "iq4_nl": "q8",
 }  # fmt: skip
 
-KINDS = {kind.name: kind for kind in _NUMBERS.values() if kind.name in _READERS}
+KINDS = {kind.name: kind for kind in _NUMBERS.values() if kind.name in _FORMATS}
 """The types that can be read, by name."""
+QUANTISED = frozenset(_CODES)

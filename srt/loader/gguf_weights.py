@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood.kernels.ops.gemm import PANEL, PackedWeight, pack
-from sapwood.kernels.ops.quant import KINDS as KERNEL_KINDS
-from sapwood.kernels.ops.quant import pack_quantised
-from sapwood.srt.loader.gguf_kinds import dequantise
+from sapwood.srt.loader.codes import Codes
+from sapwood.srt.loader.gguf_kinds import QUANTISED, codes_of, dequantise, format_of
 from sapwood.srt.loader.gguf_model import config_of
 from sapwood.srt.loader.gguf_names import TABLES, family_of
 from sapwood.srt.loader.gguf_parts import GgufFile
-
-ROWS = 256 * PANEL
-"""Rows dequantised at a time on the way into a packed weight."""
+from sapwood.srt.loader.packing import Matrix
 
 
 class GgufReader:
@@ -31,14 +28,13 @@ class GgufReader:
         config = config_of(self._file)
         self._family = family_of(self._file)
         self._own = {self._family.hf_name(n): n for n in self._file.tensors if n not in TABLES}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: self._file.tensors[own].shape for name, own in self._own.items()
+        }
         self._heads = {
             ".q_proj.": config["num_attention_heads"],
             ".k_proj.": config["num_key_value_heads"],
         }
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._file.tensors[own].shape for name, own in self._own.items()}
 
     def read(self, name: str) -> Tensor:
         shape = self._file.tensors[self._own[name]].shape
@@ -48,16 +44,13 @@ class GgufReader:
             values -= np.float32(1)
         return torch.from_numpy(values)
 
-    def pack(self, names: Sequence[str], dtype: torch.dtype) -> PackedWeight:
-        parts = [self._rows(name) for name in names]
-        columns = self._file.tensors[self._own[names[0]]].shape[-1]
-        kinds = {kind for kind, _ in parts}
-        if len(kinds) == 1 and kinds <= KERNEL_KINDS.keys():
-            rows = np.concatenate([rows for _, rows in parts]) if len(parts) > 1 else parts[0][1]
-            return pack_quantised(torch.from_numpy(rows), kinds.pop(), rows.shape[0], columns, dtype)
-        if any(rows.shape[0] % PANEL for _, rows in parts[:-1]):
-            return pack(torch.cat([self.read(name) for name in names]), dtype)
-        return _pack_in_pieces(parts, columns, dtype)
+    def kind(self, name: str) -> str:
+        return self._file.tensors[self._own[name]].kind.upper()
+
+    def matrix(self, name: str) -> Matrix:
+        n, k = self._file.tensors[self._own[name]].shape
+        kind, rows = self._rows(name)
+        return Matrix(name, n, k, kind.upper(), format_of(rows, kind), functools.partial(_piece, rows, kind))
 
     def _rows(self, name: str) -> tuple[str, npt.NDArray[np.uint8]]:
         """(kind, uint8 [rows, bytes of a row]); a vector counts as a matrix of one row or, where its rows are
@@ -72,16 +65,6 @@ class GgufReader:
         return tensor.kind, rows
 
 
-def _pack_in_pieces(
-    parts: Sequence[tuple[str, npt.NDArray[np.uint8]]], columns: int, dtype: torch.dtype
-) -> PackedWeight:
-    """The matrices one below another, without the whole of them in float32 between; each but the last is
-    whole panels, and so are the pieces."""
-    packed = PackedWeight(sum(rows.shape[0] for _, rows in parts), columns, dtype)
-    panel = 0
-    for kind, rows in parts:  # a file may keep, say, v in more bits than q and k
-        for begin in range(0, rows.shape[0], ROWS):
-            piece = pack(torch.from_numpy(dequantise(rows[begin : begin + ROWS], kind)), dtype)
-            packed.data[panel : panel + piece.data.shape[0]] = piece.data
-            panel += piece.data.shape[0]
-    return packed
+def _piece(rows: npt.NDArray[np.uint8], kind: str, begin: int, end: int) -> Tensor | Codes:
+    part = rows[begin:end]
+    return codes_of(part, kind) if kind in QUANTISED else torch.from_numpy(dequantise(part, kind))

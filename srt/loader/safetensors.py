@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sapwood.kernels.ops.gemm import PackedWeight, pack
 from sapwood.srt.errors import ModelError
 from sapwood.srt.loader.folder import INDEX, weight_map
+from sapwood.srt.loader.packing import Matrix
 
-DTYPES = ("F32", "F16", "BF16")
+FORMATS = {"F32": "float32", "F16": "float16", "BF16": "float32"}
+"""The packed format that holds each type; float16 would cut the range of bfloat16."""
 
 
 class SafetensorsReader:
@@ -26,6 +27,7 @@ class SafetensorsReader:
     def __init__(self, folder: str, files: Sequence[str]) -> None:
         self.place = folder
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._kinds: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         index = Path(folder) / INDEX
         strays: dict[str, Path] = {}
@@ -46,9 +48,18 @@ class SafetensorsReader:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor.to(torch.float32, copy=True).contiguous()
 
-    def pack(self, names: Sequence[str], dtype: torch.dtype) -> PackedWeight:
-        parts = [self._files[name].get_tensor(name).float() for name in names]
-        return pack(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous(), dtype)
+    def kind(self, name: str) -> str:
+        return self._kinds[name]
+
+    def matrix(self, name: str) -> Matrix:
+        kind, view = self._kinds[name], self._files[name].get_slice(name)
+
+        def rows(begin: int, end: int) -> Tensor:
+            part: Tensor = view[begin:end]
+            return part.to(torch.float32, copy=True).contiguous()
+
+        n, k = self._shapes[name]
+        return Matrix(name, n, k, kind, FORMATS[kind], rows)
 
     def _add(self, path: Path, file: Any, homes: Mapping[str, str], strays: dict[str, Path]) -> None:
         for name in file.keys():  # noqa: SIM118 - no mapping
@@ -58,11 +69,11 @@ class SafetensorsReader:
             if name in self._files:
                 raise ModelError(f"{path}: holds the tensor {name}, which another file holds too")
             view = file.get_slice(name)
-            if view.get_dtype() not in DTYPES:
+            if view.get_dtype() not in FORMATS:
                 raise ModelError(
-                    f"{path}: tensor {name} has the type {view.get_dtype()}; supported: {', '.join(DTYPES)}"
+                    f"{path}: tensor {name} has the type {view.get_dtype()}; supported: {', '.join(FORMATS)}"
                 )
-            self._files[name] = file
+            self._files[name], self._kinds[name] = file, view.get_dtype()
             self._shapes[name] = tuple(view.get_shape())
 
 

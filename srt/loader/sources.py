@@ -26,6 +26,10 @@ def resolve(config: Config) -> ModelSource:
     """
     template = _chat_template(config.chat_template)
     found = _find(config)
+    if config.quantization == "gguf" and found.format != "gguf":
+        raise ConfigError(
+            f"--quantization gguf needs a .gguf file, but {found.path} is none", param="quantization"
+        )
     try:
         spec = spec_of(found.config)
     except ModelError as e:

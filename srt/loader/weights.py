@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import torch
+from torch import Tensor
+
+from sapwood.kernels.ops.gemm import PackedWeight
 from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import ModelError
+from sapwood.srt.loader.kept_weights import KeptWeights
+from sapwood.srt.loader.packing import Matrix, pack_matrices
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.spec import EMBEDDING, HEAD, DecoderSpec, tensor_shapes
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from sapwood.kernels.ops.gemm import PackedWeight
+from sapwood.srt.models.weights import Storage
 
 _log = logging.getLogger("sapwood")
 _SHOWN = 5
+_ROWS = 1024
+"""Of two matrices that are compared, at a time."""
+_NOTED = {"BF16": "BF16: float16 would cut its range"}
 _BUFFERS = "rotary_emb.inv_freq"
 """Old checkpoints store this table; it is always computed."""
 
@@ -36,16 +41,19 @@ class Reader(Protocol):
     def read(self, name: str) -> Tensor:
         """The tensor in float32, contiguous, of its own memory."""
 
-    def pack(self, names: Sequence[str], dtype: torch.dtype) -> PackedWeight:
-        """The rows of these matrices one after another."""
+    def kind(self, name: str) -> str:
+        """What the file calls the type of the tensor."""
+
+    def matrix(self, name: str) -> Matrix: ...
 
 
 class Weights:
     """The WeightSource over a reader. Raises ModelError for what is missing or of another shape than `spec`
     says; tensors that the model does not use are logged."""
 
-    def __init__(self, reader: Reader, spec: DecoderSpec) -> None:
-        self._reader = reader
+    def __init__(self, reader: Reader, spec: DecoderSpec, kept: KeptWeights | None = None) -> None:
+        self._reader, self._kept = reader, kept
+        self._packed: list[tuple[PackedWeight, set[str]]] = []
         wanted = tensor_shapes(spec)
         _check_all(reader, wanted)
         if spec.tied and HEAD in reader.shapes and _has_own_head(reader):
@@ -68,19 +76,43 @@ class Weights:
     def names(self) -> Collection[str]:
         return self._names
 
-    def linear(self, names: Sequence[str], dtype: torch.dtype) -> PackedWeight:
-        return self._reader.pack(names, dtype)
+    def linear(self, names: Sequence[str], storage: Storage) -> PackedWeight:
+        weight = self._kept.get(names) if self._kept else None
+        if weight is None:
+            weight = pack_matrices([self._reader.matrix(name) for name in names], storage)
+        if self._kept:
+            self._kept.add(names, weight)
+        self._packed.append((weight, {self._reader.kind(name) for name in names}))
+        return weight
 
-    def embedding(self, name: str, dtype: torch.dtype) -> PackedWeight:
-        return self._reader.pack([name], dtype)
+    def embedding(self, name: str, storage: Storage) -> PackedWeight:
+        return self.linear([name], storage)
 
     def vector(self, name: str) -> Tensor:
         return self._reader.read(name)
 
+    @property
+    def formats(self) -> set[str]:
+        """The formats of what was packed so far."""
+        return {weight.format for weight, _kinds in self._packed}
 
-def open_weights(source: ModelSource) -> Weights:
-    """The weights of `source`, ready to be packed; ModelError names the file or tensor at fault."""
-    return Weights(_reader(source), spec_of(source.config))
+    def summary(self) -> str:
+        """The formats of what was packed so far, the largest first, and what the file calls its types."""
+        sizes: Counter[str] = Counter()
+        kinds: dict[str, set[str]] = {}
+        for weight, own in self._packed:
+            sizes[weight.format] += weight.nbytes
+            kinds.setdefault(weight.format, set()).update(own)
+        noted = {name: ", ".join(_NOTED.get(k, k) for k in sorted(own)) for name, own in kinds.items()}
+        return ", ".join(
+            f"{name} {size / 2**20:.0f} MiB ({noted[name]})" for name, size in sizes.most_common()
+        )
+
+
+def open_weights(source: ModelSource, kept: KeptWeights | None = None) -> Weights:
+    """The weights of `source`, ready to be packed unless they are `kept`; ModelError names the file or tensor
+    at fault."""
+    return Weights(_reader(source), spec_of(source.config), kept)
 
 
 def _reader(source: ModelSource) -> Reader:
@@ -112,8 +144,10 @@ def _check_all(reader: Reader, wanted: Mapping[str, tuple[int, ...]]) -> None:
 
 def _has_own_head(reader: Reader) -> bool:
     """Whether the file's output head is not the embedding, whatever the config says."""
-    import torch
-
     if reader.shapes[HEAD] != reader.shapes[EMBEDDING]:
         return True
-    return not torch.equal(reader.read(HEAD), reader.read(EMBEDDING))
+    head, embedding = reader.matrix(HEAD), reader.matrix(EMBEDDING)
+    return any(
+        not torch.equal(head.floats(begin, begin + _ROWS), embedding.floats(begin, begin + _ROWS))
+        for begin in range(0, head.n, _ROWS)
+    )

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sapwood.kernels.ops.activation import gelu_tanh_mul, silu_mul
+from sapwood.kernels.ops.activation import gated_mul
 from sapwood.kernels.ops.gemm import PackedWeight, embed, linear
 from sapwood.kernels.ops.norm import head_norm, rms_norm
 from sapwood.kernels.ops.rope import rope_store, rope_table
 from sapwood.srt.models.rope import inverse_frequencies
 from sapwood.srt.models.spec import EMBEDDING, FINAL_NORM, HEAD, POST_NORMS, DecoderSpec, Rope, layer
-from sapwood.srt.models.weights import WeightSource
+from sapwood.srt.models.weights import Storage, WeightSource
 
 
 @dataclass(slots=True)
@@ -24,6 +24,7 @@ class Batch:
 
     For each of m tokens `ids`, `positions` and the KV `slots` to fill; for each of R rows, in the order of
     the tokens, `rows` (into the slot table), `starts` (its first new position) and `counts` (its new tokens).
+    `shared`: as in `messages.Step`.
     """
 
     ids: Tensor
@@ -32,6 +33,7 @@ class Batch:
     rows: Tensor
     starts: Tensor
     counts: Tensor
+    shared: Tensor | None = None
 
 
 class KvPool(Protocol):
@@ -49,7 +51,9 @@ Attend = Callable[[int, Tensor, Batch, Tensor], None]
 
 
 @dataclass(slots=True)
-class _Layer:
+class DecoderLayer:
+    """The weights of one layer; None for what the model does not have. `table`: its rotary table."""
+
     attn_norm: Tensor
     qkv: PackedWeight
     qkv_bias: Tensor | None
@@ -71,29 +75,28 @@ class Decoder:
     """A loaded model. Not safe for two threads: the buffers between the layers are kept and reused.
 
     `max_length` is the longest sequence in tokens (it also fixes the rotary encodings that depend on one, see
-    `models.rope`), `dtype` the storage of matrices (float32 or float16); all arithmetic is float32.
+    `models.rope`), `storage` what its matrices are packed as; all arithmetic is float32.
     """
 
-    def __init__(self, spec: DecoderSpec, weights: WeightSource, dtype: torch.dtype, max_length: int) -> None:
+    def __init__(self, spec: DecoderSpec, weights: WeightSource, storage: Storage, max_length: int) -> None:
         self.spec = spec
-        self._embedding = weights.embedding(EMBEDDING, dtype)
+        self.embedding = weights.embedding(EMBEDDING, storage)
         table = _table(spec, spec.rope, max_length)
         local_table = _table(spec, spec.local_rope, max_length) if spec.local_rope else table
-        self._layers = [
-            _load_layer(spec, weights, dtype, index, local_table if spec.window(index) else table)
+        self.layers = [
+            _load_layer(spec, weights, storage, index, local_table if spec.window(index) else table)
             for index in range(spec.layers)
         ]
         self._final_norm = _norm(spec, weights, FINAL_NORM)
         own_head = not spec.tied or HEAD in weights.names()
-        self._head = weights.linear([HEAD], dtype) if own_head else self._embedding
-        self._gate = silu_mul if spec.activation == "silu" else gelu_tanh_mul
+        self._head = weights.linear([HEAD], storage) if own_head else self.embedding
         self._buffers: dict[str, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed matrices."""
-        packed = [w for la in self._layers for w in (la.qkv, la.out, la.gate_up, la.down)]
-        packed += [self._embedding] if self._head is self._embedding else [self._embedding, self._head]
+        packed = [w for la in self.layers for w in (la.qkv, la.out, la.gate_up, la.down)]
+        packed += [self.embedding] if self._head is self.embedding else [self.embedding, self._head]
         return sum(weight.nbytes for weight in packed)
 
     def forward(self, batch: Batch, pool: KvPool, attend: Attend) -> Tensor:
@@ -103,10 +106,10 @@ class Decoder:
         """
         spec, m = self.spec, batch.ids.shape[0]
         hidden = self._buffer("hidden", m, spec.hidden)
-        embed(batch.ids, self._embedding, hidden)
+        embed(batch.ids, self.embedding, hidden)
         if spec.embed_scale != 1.0:
             hidden *= spec.embed_scale
-        for index, weights in enumerate(self._layers):
+        for index, weights in enumerate(self.layers):
             self._attention(index, weights, hidden, batch, pool, attend)
             self._mlp(weights, hidden)
         return hidden
@@ -132,7 +135,7 @@ class Decoder:
         return out
 
     def _attention(
-        self, index: int, weights: _Layer, hidden: Tensor, batch: Batch, pool: KvPool, attend: Attend
+        self, index: int, weights: DecoderLayer, hidden: Tensor, batch: Batch, pool: KvPool, attend: Attend
     ) -> None:
         spec, m = self.spec, hidden.shape[0]
         normed = self._buffer("normed", m, spec.hidden)
@@ -151,14 +154,14 @@ class Decoder:
         attend(index, qkv, batch, attended)
         self._add(attended, weights.out, weights.out_bias, weights.post_attn_norm, hidden)
 
-    def _mlp(self, weights: _Layer, hidden: Tensor) -> None:
+    def _mlp(self, weights: DecoderLayer, hidden: Tensor) -> None:
         spec, m = self.spec, hidden.shape[0]
         normed = self._buffer("normed", m, spec.hidden)
         rms_norm(hidden, weights.mlp_norm, spec.rms_eps, normed)
         gate_up = self._buffer("gate_up", m, 2 * spec.intermediate)
         _linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
         inner = self._buffer("inner", m, spec.intermediate)
-        self._gate(gate_up, inner)
+        gated_mul(gate_up, spec.activation, inner)
         self._add(inner, weights.down, weights.down_bias, weights.post_mlp_norm, hidden)
 
     def _add(
@@ -199,10 +202,10 @@ def _norm(spec: DecoderSpec, weights: WeightSource, name: str) -> Tensor:
 
 
 def _load_layer(
-    spec: DecoderSpec, weights: WeightSource, dtype: torch.dtype, index: int, table: Tensor
-) -> _Layer:
+    spec: DecoderSpec, weights: WeightSource, storage: Storage, index: int, table: Tensor
+) -> DecoderLayer:
     def joint(*names: str) -> PackedWeight:
-        return weights.linear([layer(index, f"{name}.weight") for name in names], dtype)
+        return weights.linear([layer(index, f"{name}.weight") for name in names], storage)
 
     def bias(wanted: bool, *names: str) -> Tensor | None:
         return torch.cat([weights.vector(layer(index, f"{n}.bias")) for n in names]) if wanted else None
@@ -215,7 +218,7 @@ def _load_layer(
     if spec.fused:
         qkv, gate_up = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
     post_attn, post_mlp = (norm(name) if spec.post_norms else None for name in POST_NORMS)
-    return _Layer(
+    return DecoderLayer(
         attn_norm=norm("input_layernorm"),
         qkv=joint(*qkv),
         qkv_bias=bias(spec.qkv_bias, *qkv),

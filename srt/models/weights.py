@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from sapwood.kernels.ops.gemm import PackedWeight
+
+
+Storage = Literal["stored", "float32", "float16", "w8", "w4"]
+"""What matrices are packed as: what holds a file's own values as they are, floats, or 8 or 4 bits."""
 
 
 class WeightSource(Protocol):
@@ -18,10 +21,10 @@ class WeightSource(Protocol):
     def names(self) -> Collection[str]:
         """The tensors that can be asked for."""
 
-    def linear(self, names: Sequence[str], dtype: torch.dtype) -> PackedWeight:
+    def linear(self, names: Sequence[str], storage: Storage) -> PackedWeight:
         """The rows of these matrices one after another, as one weight."""
 
-    def embedding(self, name: str, dtype: torch.dtype) -> PackedWeight:
+    def embedding(self, name: str, storage: Storage) -> PackedWeight:
         """One matrix, both for looking up rows and for multiplying."""
 
     def vector(self, name: str) -> Tensor:

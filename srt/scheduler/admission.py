@@ -21,10 +21,11 @@ RESERVE = 16
 
 @dataclass(slots=True)
 class Admission:
-    """A row that begins in this step, with the slots of its cached prefix."""
+    """A row that begins in this step, with the slots of its cached prefix and how many more it `needs`."""
 
     row: int
     prefix: npt.NDArray[np.int32]
+    needs: int
 
 
 def admit(state: State, budget: int) -> list[Admission]:
@@ -36,17 +37,20 @@ def admit(state: State, budget: int) -> list[Admission]:
     admitted: list[Admission] = []
     if budget <= 0 or not state.waiting or not state.rows.num_free:
         return admitted
+    promised, computing = _promised(state), state.rows.computing()
     for sequence in policy.order(state):
         if budget <= 0:
             break
         if not _rows_suffice(state, sequence):
             break
-        if _sibling_computes(state, sequence):
+        if _sibling_computes(state, sequence, computing):
             continue
-        admission = _seat(state, sequence)
+        admission = _seat(state, sequence, promised)
         if admission is None:
             break
         admitted.append(admission)
+        promised += admission.needs
+        computing = state.rows.computing()
         work = min(budget, len(sequence.ids) - len(admission.prefix))
         budget -= work
         policy.note_admission(state, work)
@@ -60,34 +64,43 @@ def _rows_suffice(state: State, sequence: Sequence) -> bool:
     return state.rows.num_free - state.reserved_rows >= wanted
 
 
-def _sibling_computes(state: State, sequence: Sequence) -> bool:
-    """Whether a row that computes its prompt will put more of this prefix into the tree than is there.
+def _sibling_computes(state: State, sequence: Sequence, computing: npt.NDArray[np.intp]) -> bool:
+    """Whether one of the rows that are `computing` their prompts will put more of this prefix into the tree
+    than is there. A sequence that reads its prompt computes it in any case.
 
-    One that reads its prompt computes it in any case.
+    One that has found its sibling is not compared again while that one computes: a long queue waits so.
     """
-    rows = state.rows
-    candidates = rows.computing()
-    if not len(candidates) or sequence.request.reads_from >= 0:
+    rows, request, ids = state.rows, sequence.request, sequence.ids
+    if not len(computing) or request.reads_from >= 0:
         return False
-    request, ids = sequence.request, sequence.ids[:-1].tobytes()
-    best = 0
-    for row in candidates:
+    cached = policy.peek(state, sequence)
+    row, seated, common = sequence.sibling
+    if common > cached and rows.order[row] == seated and rows.computes(row):
+        return True
+    if cached == len(ids) - 1:
+        return False
+    # Most rows differ at the first token that is not cached, and need not be compared any further.
+    alike = (rows.ids[computing, cached] == ids[cached]) & (rows.prompt_end[computing] > cached)
+    for row in computing[alike].tolist():
         other = rows.sequence[row]
         assert other is not None
         if other.request.namespace == request.namespace:
-            best = max(best, common_prefix(rows.ids[row, : rows.prompt_end[row]].tobytes(), ids))
-    return best > 0 and best > policy.peek(state, sequence)
+            common = common_prefix(rows.ids[row, : rows.prompt_end[row]].tobytes(), ids[:-1].tobytes())
+            if common > cached:
+                sequence.sibling = row, int(rows.order[row]), common
+                return True
+    return False
 
 
-def _seat(state: State, sequence: Sequence) -> Admission | None:
-    """Match, lock and give a row; None (and nothing changed) if the slots do not suffice."""
+def _seat(state: State, sequence: Sequence, promised: int) -> Admission | None:
+    """Match, lock and give a row; None (and nothing changed) if there are too few slots beside `promised`."""
     rows, tree, request = state.rows, state.tree, sequence.request
     total = len(sequence.ids)
     found = tree.match(request.namespace, sequence.ids.tobytes(), sequence.matchable)
     tree.lock(found.node)
     left = len(request.prompt) + request.max_tokens - total
     need = total - found.length + min(left, RESERVE)
-    if need > state.available - _promised(state):
+    if need > state.available - promised:
         tree.unlock(found.node)
         return None
     if not request.admitted:
@@ -99,7 +112,7 @@ def _seat(state: State, sequence: Sequence) -> Admission | None:
         )
     row = rows.seat(sequence, found.slots, found.node)
     del state.waiting[sequence.key]
-    return Admission(row, found.slots)
+    return Admission(row, found.slots, need)
 
 
 def verdict(

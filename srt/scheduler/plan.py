@@ -151,6 +151,7 @@ def _emit(
         ids=messages.pack(np.concatenate(ids)),
         slots=messages.pack(np.concatenate(slots)),
         samples=messages.pack(samples),
+        shared=state.shared.of(rows, step_rows, starts),
     )
 
 

@@ -47,6 +47,7 @@ def peek(state: State, sequence: Sequence) -> int:
     tree, ids = state.tree, sequence.ids
     now = (tree.version, sequence.matchable)
     if sequence.peeked_at != now:
-        sequence.peeked_at = now
-        sequence.peeked = tree.trace(sequence.request.namespace, ids.tobytes(), sequence.matchable).matched
+        namespace, known = sequence.request.namespace, sequence.peeked_to
+        trace = tree.trace(namespace, ids.tobytes(), sequence.matchable, known)
+        sequence.peeked_at, sequence.peeked, sequence.peeked_to = now, trace.matched, trace.node
     return sequence.peeked

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sapwood.srt.cache.node import Node
 from sapwood.srt.params import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
@@ -49,7 +50,9 @@ class Sequence:
     It is waiting (`row` is -1: `ids` holds all its tokens) or running (its tokens are in the columns of
     `row`). `resumed` marks one that has run before, or was forked: it goes ahead of new requests. While
     `pending` is not 0 a step that works for it is in flight though it has no row: it was retracted.
-    `peeked` tokens of it were in the tree at `peeked_at` (the tree's version, what it could take).
+    `peeked` tokens of it were in the tree at `peeked_at` (the tree's version, what it could take), down to or
+    below the node `peeked_to`. `sibling`: the row that it was found to wait for, the number of its seating,
+    and how many tokens they have in common.
     """
 
     request: Request
@@ -60,6 +63,8 @@ class Sequence:
     pending: int = 0
     peeked: int = 0
     peeked_at: tuple[int, int] = (-1, 0)
+    peeked_to: Node | None = None
+    sibling: tuple[int, int, int] = (0, -1, 0)
 
     @property
     def key(self) -> int:

@@ -35,6 +35,8 @@ class Rows:
         self.length = column(np.int32)
         self.planned = column(np.int32)
         self.done = column(np.int32)
+        self.seated = column(np.int32)
+        """How many positions it was seated with: only there may its slots be other rows' too."""
         self.prompt_end = column(np.int32)
         """Its length when it was seated: all up to here is its prompt, or was output before."""
         self.limit = column(np.int32)
@@ -73,7 +75,7 @@ class Rows:
         self.ignore_eos[row] = request.params.ignore_eos
         self.has_stops[row] = bool(request.params.stop_token_ids)
         self.length[row] = self.prompt_end[row] = total
-        self.planned[row] = self.done[row] = matched
+        self.seated[row] = self.planned[row] = self.done[row] = matched
         self.limit[row] = len(request.prompt) + request.max_tokens
         self.inflight[row] = self.private[row] = 0
         self.key[row], self.tokenizer[row] = sequence.key, request.tokenizer
@@ -109,6 +111,10 @@ class Rows:
     def computing(self) -> npt.NDArray[np.intp]:
         """Rows whose prompt is not yet in the tree as a whole."""
         return np.flatnonzero(self.active & (self.done < self.prompt_end))
+
+    def computes(self, row: int) -> bool:
+        """Whether the row is one of `computing`."""
+        return bool(self.active[row] and self.done[row] < self.prompt_end[row])
 
     def youngest(self) -> int:
         """The active row that was seated last; there must be one."""

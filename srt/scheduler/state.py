@@ -26,6 +26,7 @@ from sapwood.srt.config import Config
 from sapwood.srt.messages import Stats
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.rows import Rows
+from sapwood.srt.scheduler.shared import SharedPrefixes
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class State:
     in_flight: deque[Sent] = field(default_factory=deque)
     outgoing: dict[int, list[Any]] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
+    shared: SharedPrefixes = field(default_factory=SharedPrefixes)
     orders: int = 0
     reserved_rows: int = 0
     work_admitted: int = 0

@@ -34,6 +34,7 @@ LISTEN_FD = "SAPWOOD_LISTEN_FD"
 ABORT_SECONDS = 1.5
 FLUSH_SECONDS = 1.5
 ORPHAN_SECONDS = 2.0
+TICK_SECONDS = 1.0
 LINGER_SECONDS = 1.0
 """How long a server whose runtime has died still answers 503 before it ends."""
 
@@ -82,7 +83,22 @@ def listening(application: ASGIApp) -> uvicorn.Config:
 
 
 class Listener(uvicorn.Server):
-    """uvicorn without signal handlers: ends are told over the lifeline."""
+    """uvicorn without signal handlers, and without its ten looks a second at whether it should exit: ends are
+    told over the lifeline, to `leave`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._left = asyncio.Event()
+
+    def leave(self) -> None:
+        """Stop listening, and end when every response has been sent."""
+        self.should_exit = True
+        self._left.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # which renews the Date header
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), TICK_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -163,12 +179,12 @@ class Server:
             self._client.abort_all()
             if not await self._client.idle(ABORT_SECONDS):
                 self._client.fail_all(Unavailable("the server is shutting down").info())
-        self._listener.should_exit = True
+        self._listener.leave()
 
     async def _farewell(self, linger: float) -> None:
         await self._listener.flushed(FLUSH_SECONDS)
         await asyncio.sleep(linger)
-        self._listener.should_exit = True
+        self._listener.leave()
 
     def _orphaned(self) -> None:
         """Runs in the lifeline's thread when the launcher is gone; the process exits when it returns."""

@@ -58,7 +58,8 @@ RECENT_SECONDS = 5.0
 MAX_RECENT = 4096
 INTAKE_SECONDS = 0.004
 """New prompts are encoded for at most this long (and one prompt) between two looks at the inbox."""
-IDLE_SECONDS = 0.2
+IDLE_SECONDS = 1.0
+"""Messages end a wait at once; only a command can come this late."""
 RETRY_SECONDS = 0.005
 CHAT_THREADS = 2
 NOT_ENCODED = "the prompt could not be encoded"

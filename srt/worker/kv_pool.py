@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import torch
 
+from sapwood.kernels.machine import free_memory
 from sapwood.srt.config import Config
 from sapwood.srt.errors import ConfigError
 
@@ -64,26 +62,3 @@ def choose_slots(config: Config, context_length: int, bytes_per_slot: int) -> tu
         slots = CONTEXTS_BY_DEFAULT * context_length
         why = f"{CONTEXTS_BY_DEFAULT} contexts of {context_length} tokens"
     return slots, f"{slots * bytes_per_slot / 2**20:.0f} MiB: {why}"
-
-
-def free_memory() -> int:
-    """Bytes that this process may still take: of the machine, or of its control group if that is less."""
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):
-            continue
-    return max(free, 0)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from sapwood.kernels import native
+from sapwood.kernels import machine, native
 from sapwood.srt import log
 from sapwood.srt.channel import Inbox, Outbox
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import ConfigError, Overloaded
 from sapwood.srt.lifeline import Lifeline
-from sapwood.srt.loader.weights import open_weights
+from sapwood.srt.loader.kept_weights import KeptWeights
+from sapwood.srt.loader.packaged import cache_folder
+from sapwood.srt.loader.weights import Weights, open_weights
 from sapwood.srt.messages import Boot, Step, WorkerReady
 from sapwood.srt.models.decoder import Decoder
 from sapwood.srt.models.registry import spec_of
-from sapwood.srt.worker.attention.cpu import CpuAttention
+from sapwood.srt.models.weights import Storage
+from sapwood.srt.worker.attention.reference import ReferenceForward
+from sapwood.srt.worker.fused import FusedForward
 from sapwood.srt.worker.kv_pool import KvPool, choose_slots, slot_bytes
 from sapwood.srt.worker.runner import Runner
 from sapwood.srt.worker.token_pool import TokenPool
@@ -24,7 +28,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, dict[str, str]]:
     """Load the model and make its pool; the facts say what was chosen, and why."""
-    threads = config.num_threads or native.usable_cores()
+    threads, why_threads = machine.choose_threads()
+    if config.num_threads is not None:
+        threads, why_threads = config.num_threads, f"as asked; chosen would be {threads}"
     try:
         isa = native.load(config.cpu_isa, threads)
     except RuntimeError as e:
@@ -32,9 +38,9 @@ def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, di
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     spec = spec_of(source.config)
-    dtype = DTYPES["float32" if config.dtype == "auto" else config.dtype]
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
-    decoder = Decoder(spec, open_weights(source), dtype, source.context_length)
+    decoder, weights, why_stored = _load(config, source)
+    kv_auto = "float32" if weights.formats == {"float32"} else "float16"
+    kv_dtype = DTYPES[kv_auto if config.kv_cache_dtype == "auto" else config.kv_cache_dtype]
     each = slot_bytes(spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
     num_slots, why = choose_slots(config, source.context_length, each)
     pool = KvPool(num_slots, spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
@@ -46,14 +52,35 @@ def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, di
         source.eos_ids,
     )
     backend = "cpu" if config.attention_backend == "auto" else config.attention_backend
-    attention = CpuAttention(spec, pool, torch.from_numpy(tokens.slot_table), backend)
+    kind = FusedForward if backend == "cpu" else ReferenceForward
+    forward = kind(decoder, pool, torch.from_numpy(tokens.slot_table))
     facts = {
-        "weights": f"{dtype} on cpu, {decoder.nbytes / 2**20:.0f} MiB".replace("torch.", ""),
-        "kernels": f"{isa}, {threads} threads ({'as asked' if config.num_threads else 'usable cores'})",
+        "weights": f"{weights.summary()}, {why_stored}",
+        "kernels": f"{isa}, {threads} threads ({why_threads})",
         "kv pool": f"{num_slots} slots of {each} bytes ({kv_dtype}), {why}".replace("torch.", ""),
         "attention": backend,
     }
-    return Runner(decoder, pool, tokens, attention), pool, facts
+    return Runner(decoder, forward, tokens), pool, facts
+
+
+def _load(config: Config, source: ModelSource) -> tuple[Decoder, Weights, str]:
+    """The model, its weights, and why these are stored as they are."""
+    storage, why = _storage(config)
+    kept = None
+    if config.weight_cache and source.files:
+        kept = KeptWeights(cache_folder() / "weights", source.files, storage)
+        why += ", mapped from the cache" if kept.is_found else ""
+    weights = open_weights(source, kept)
+    decoder = Decoder(spec_of(source.config), weights, storage, source.context_length)
+    if kept is not None:
+        kept.save()
+    return decoder, weights, why
+
+
+def _storage(config: Config) -> tuple[Storage, str]:
+    if config.quantization == "w8" or config.quantization == "w4":
+        return config.quantization, f"--quantization {config.quantization}"
+    return ("stored", "as stored") if config.dtype == "auto" else (config.dtype, f"--dtype {config.dtype}")
 
 
 def main(boot: Boot, lifeline: Lifeline) -> None:

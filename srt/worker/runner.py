@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,6 @@ import torch
 from sapwood.srt import messages
 from sapwood.srt.messages import Step, StepResult
 from sapwood.srt.models.decoder import Batch, Decoder
-from sapwood.srt.worker.attention.cpu import CpuAttention
-from sapwood.srt.worker.kv_pool import KvPool
 from sapwood.srt.worker.reader import PromptReader
 from sapwood.srt.worker.sampler import Sampled, Sampler
 from sapwood.srt.worker.token_pool import TokenPool
@@ -21,15 +20,15 @@ Int32s = npt.NDArray[np.int32]
 
 
 class Runner:
-    """One model, one pool. Steps must come in order; a plain decode runs no loop over its rows."""
+    """One model; `forward` runs its layers over one pool. Steps must come in order; a plain decode runs no
+    loop over its rows."""
 
     def __init__(
-        self, decoder: Decoder, kv_pool: KvPool, token_pool: TokenPool, attention: CpuAttention
+        self, decoder: Decoder, forward: Callable[[Batch], torch.Tensor], token_pool: TokenPool
     ) -> None:
         self._decoder = decoder
-        self._kv_pool = kv_pool
+        self._forward = forward
         self._tokens = token_pool
-        self._attention = attention
         self._sampler = Sampler(token_pool)
         self._reader = PromptReader(decoder, token_pool)
 
@@ -43,7 +42,7 @@ class Runner:
         rows, starts = messages.unpack(step.rows), messages.unpack(step.starts)
         counts, samples = messages.unpack(step.counts), messages.unpack(step.samples)
         batch, ends = self._batch(rows, starts, counts, step)
-        hidden = self._decoder.forward(batch, self._kv_pool, self._attention)
+        hidden = self._forward(batch)
         read = self._reader.read(hidden, rows, starts, counts)
         sampled = self._sample(hidden, rows, samples, starts + counts, ends - 1)
         return StepResult(
@@ -66,6 +65,7 @@ class Runner:
         ids = messages.unpack(step.ids).astype(np.int32)
         pooled = ids < 0
         ids[pooled] = tokens.last[owner[pooled]]
+        shared = messages.unpack(step.shared).astype(np.int32)
         batch = Batch(
             ids=torch.from_numpy(ids),
             positions=torch.from_numpy(positions),
@@ -73,6 +73,7 @@ class Runner:
             rows=torch.from_numpy(rows.astype(np.int32)),
             starts=torch.from_numpy(starts.astype(np.int32)),
             counts=torch.from_numpy(counts.astype(np.int32)),
+            shared=torch.from_numpy(shared) if len(shared) else None,
         )
         return batch, ends
 

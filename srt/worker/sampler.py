@@ -12,7 +12,7 @@ from sapwood.kernels.ops import sampling
 from sapwood.srt.errors import ErrorInfo
 from sapwood.srt.messages import RowError, TokenLogprob
 from sapwood.srt.worker.logprobs import token_logprobs
-from sapwood.srt.worker.token_pool import Special, TokenPool
+from sapwood.srt.worker.token_pool import TokenPool
 
 Int32s = npt.NDArray[np.int32]
 
@@ -36,14 +36,13 @@ class Sampler:
         """Logprobs are of the logits as they came; the tokens are drawn after biases, bans and penalties.
 
         A row that draws several (its choices fork there) draws them with consecutive choice numbers. The
-        first one becomes the row's next input. `logits` may be changed.
+        first one becomes the row's next input.
         """
         pool = self._pool
         first = np.cumsum(samples) - samples
         source = np.repeat(np.arange(len(rows), dtype=np.int32), samples)
         owner = rows[source]
         offsets = np.arange(len(source), dtype=np.int32) - first[source].astype(np.int32)
-        raw = self._adjust(logits, rows, positions)
         ids = np.zeros(len(source), dtype=np.int32)
         errors = np.zeros(len(source), dtype=np.int32)
         sampling.sample(
@@ -58,37 +57,23 @@ class Sampler:
             torch.from_numpy(positions[source]),
             torch.from_numpy(ids),
             torch.from_numpy(errors),
+            *self._changes(rows, positions),
         )
         pool.last[rows] = ids[first]
-        self._remember(rows, ids[first])
-        return Sampled(ids, self._logprobs(logits, raw, source, owner, ids), _failures(owner, errors))
+        return Sampled(ids, self._logprobs(logits, source, owner, ids), _failures(owner, errors))
 
-    def _adjust(self, logits: torch.Tensor, rows: Int32s, positions: Int32s) -> dict[int, torch.Tensor]:
-        """Change the logits of special rows; returns the raw ones of those that want logprobs."""
-        raw: dict[int, torch.Tensor] = {}
-        if not self._pool.special:
-            return raw
-        for i, row in enumerate(rows.tolist()):
-            special = self._pool.special.get(row)
-            if special is None:
-                continue
-            if self._pool.logprobs[row] >= 0:
-                raw[i] = logits[i].clone()
-            _change(logits[i], special, int(positions[i]))
-        return raw
-
-    def _remember(self, rows: Int32s, ids: Int32s) -> None:
-        if not self._pool.special:
-            return
-        for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
-            special = self._pool.special.get(row)
-            if special is not None and special.history is not None:
-                special.history.output[token] += 1
+    def _changes(self, rows: Int32s, positions: Int32s) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What is done to each row's logits before it is drawn from; (None, None) if nothing is."""
+        pool = self._pool
+        if not pool.changes:
+            return None, None
+        changes = pool.change[rows]
+        changes[positions >= pool.banned_before[rows], sampling.NUM_BANNED] = 0
+        return torch.from_numpy(changes), torch.from_numpy(pool.penalties[rows])
 
     def _logprobs(
         self,
         logits: torch.Tensor,
-        raw: dict[int, torch.Tensor],
         source: Int32s,
         owner: Int32s,
         ids: Int32s,
@@ -96,31 +81,11 @@ class Sampler:
         wanted = np.flatnonzero(self._pool.logprobs[owner] >= 0)
         if not len(wanted):
             return {}
-        for i, values in raw.items():
-            logits[i] = values
         further = self._pool.logprob_ids
         chosen = {k: further[row] for k, row in enumerate(owner[wanted].tolist()) if row in further}
         tops = self._pool.logprobs[owner[wanted]]
         told = token_logprobs(logits, source[wanted], ids[wanted], tops, chosen)
         return dict(zip(wanted.tolist(), told, strict=True))
-
-
-def _change(logits: torch.Tensor, special: Special, position: int) -> None:
-    params, history = special.params, special.history
-    if history is not None:
-        sampling.adjust(
-            logits,
-            torch.from_numpy(history.prompt),
-            torch.from_numpy(history.output),
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
-    row = logits.numpy()
-    if len(special.bias_ids):
-        row[special.bias_ids] += special.biases
-    if position < special.banned_before:
-        row[special.banned] = -np.inf
 
 
 def _failures(owner: Int32s, errors: Int32s) -> list[RowError]:

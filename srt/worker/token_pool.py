@@ -8,30 +8,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from sapwood.kernels.ops.sampling import CHANGE_FIELDS, Change
 from sapwood.srt import messages
 from sapwood.srt.messages import RowStart
-from sapwood.srt.params import SamplingParams
-
-
-@dataclass(slots=True)
-class History:
-    """Which tokens a penalised row has seen: `prompt` [vocab] flags, `output` [vocab] counts."""
-
-    prompt: npt.NDArray[np.uint8]
-    output: npt.NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class Special:
-    """A row whose logits are changed before they are sampled."""
-
-    params: SamplingParams
-    history: History | None
-    bias_ids: npt.NDArray[np.int64]
-    biases: npt.NDArray[np.float32]
-    banned: npt.NDArray[np.int64]
-    banned_before: int
-    """Sampling a position below this must not give a `banned` id."""
 
 
 @dataclass(slots=True)
@@ -72,7 +51,12 @@ class TokenPool:
         self.choice = column(np.int32)
         self.logprobs = column(np.int32)
         """-1: none; else the number of alternatives."""
-        self.special: dict[int, Special] = {}
+        self.change = np.zeros((capacity, CHANGE_FIELDS), dtype=np.int64)
+        """Of each row the addresses in `changes`, zeros for a row whose logits stay as they are."""
+        self.penalties = np.zeros((capacity, 3), dtype=np.float32)
+        self.banned_before = column(np.int32)
+        """Sampling a position below this must not give a banned id."""
+        self.changes: dict[int, Change] = {}
         self.reading: dict[int, Reading] = {}
         self.logprob_ids: dict[int, npt.NDArray[np.int32]] = {}
         """Further ids whose logprobs a row wants at every place."""
@@ -82,8 +66,9 @@ class TokenPool:
 
     def release(self, rows: npt.NDArray[np.int32]) -> None:
         """Forget what is kept of rows that have been given up."""
+        self.change[rows] = 0
         for row in rows.tolist():
-            for kept in (self.special, self.reading, self.logprob_ids):
+            for kept in (self.changes, self.reading, self.logprob_ids):
                 kept.pop(row, None)
 
     def admit(self, start: RowStart) -> None:
@@ -104,7 +89,7 @@ class TokenPool:
         if start.read_from >= 0 or params.pooling is not None:
             self.reading[row] = self._reading(start)
         if params.penalised or params.logit_bias or params.min_tokens:
-            self.special[row] = self._special(start)
+            self._change(start)
 
     def _reading(self, start: RowStart) -> Reading:
         params = start.params
@@ -118,22 +103,23 @@ class TokenPool:
             total=np.zeros(self._hidden_size if params.pooling == "mean" else 0),
         )
 
-    def _special(self, start: RowStart) -> Special:
-        params = start.params
-        history = None
+    def _change(self, start: RowStart) -> None:
+        row, params, v = start.row, start.params, self._vocab_size
+        change = Change(
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            bias_ids=np.array(list(params.logit_bias), dtype=np.int32),
+            biases=np.array(list(params.logit_bias.values()), dtype=np.float32),
+        )
         if params.penalised:
             ids = messages.unpack(start.history)
-            history = History(
-                np.zeros(self._vocab_size, dtype=np.uint8), np.zeros(self._vocab_size, dtype=np.int32)
-            )
-            history.prompt[ids[: start.prompt_len]] = 1
-            np.add.at(history.output, ids[start.prompt_len :], 1)
-        banned = sorted({*self._eos_ids, *params.stop_token_ids}) if params.min_tokens else []
-        return Special(
-            params=params,
-            history=history,
-            bias_ids=np.array(list(params.logit_bias), dtype=np.int64),
-            biases=np.array(list(params.logit_bias.values()), dtype=np.float32),
-            banned=np.array(banned, dtype=np.int64),
-            banned_before=start.prompt_len + params.min_tokens,
-        )
+            change.prompt_seen, change.output_counts = np.zeros(v, np.uint8), np.zeros(v, np.int32)
+            change.prompt_seen[ids[: start.prompt_len]] = 1
+            np.add.at(change.output_counts, ids[start.prompt_len :], 1)
+        if params.min_tokens:
+            change.banned = np.array(sorted({*self._eos_ids, *params.stop_token_ids}), dtype=np.int32)
+        self.changes[row] = change
+        self.change[row] = change.fields
+        self.penalties[row] = change.penalties
+        self.banned_before[row] = start.prompt_len + params.min_tokens

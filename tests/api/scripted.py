@@ -292,7 +292,7 @@ class Harness:
             tokenizer.reset()
 
     def close(self) -> None:
-        self.listener.should_exit = True
+        self.loop.call_soon_threadsafe(self.listener.leave)
         self._thread.join()
         for tokenizer in self.tokenizers:
             tokenizer.close()

@@ -7,10 +7,8 @@ import torch
 
 from sapwood.kernels import native
 from sapwood.kernels.ops.activation import (
-    gelu_tanh_mul,
-    gelu_tanh_mul_reference,
-    silu_mul,
-    silu_mul_reference,
+    gated_mul,
+    gated_mul_reference,
 )
 from sapwood.kernels.ops.norm import head_norm, head_norm_reference, rms_norm, rms_norm_reference
 from sapwood.kernels.ops.rope import rope_store, rope_store_reference, rope_table
@@ -54,11 +52,11 @@ def test_head_norm_touches_its_heads_only() -> None:
 def test_silu_mul(i: int) -> None:
     gate_up = random(31, 2 * i) * 4
     out, expected = torch.empty(31, i), torch.empty(31, i)
-    silu_mul(gate_up, out)
-    silu_mul_reference(gate_up, expected)
+    gated_mul(gate_up, "silu", out)
+    gated_mul_reference(gate_up, "silu", expected)
     torch.testing.assert_close(out, expected, rtol=2e-6, atol=1e-6)
     alone = torch.empty(1, i)
-    silu_mul(gate_up[17:18], alone)
+    gated_mul(gate_up[17:18], "silu", alone)
     assert torch.equal(alone[0], out[17])
 
 
@@ -67,11 +65,11 @@ def test_silu_mul(i: int) -> None:
 def test_gelu_tanh_mul(i: int) -> None:
     gate_up = random(31, 2 * i) * 4
     out, expected = torch.empty(31, i), torch.empty(31, i)
-    gelu_tanh_mul(gate_up, out)
-    gelu_tanh_mul_reference(gate_up, expected)
+    gated_mul(gate_up, "gelu_tanh", out)
+    gated_mul_reference(gate_up, "gelu_tanh", expected)
     torch.testing.assert_close(out, expected, rtol=2e-6, atol=1e-5)
     alone = torch.empty(1, i)
-    gelu_tanh_mul(gate_up[17:18], alone)
+    gated_mul(gate_up[17:18], "gelu_tanh", alone)
     assert torch.equal(alone[0], out[17])
 
 
@@ -80,8 +78,8 @@ def test_gelu_tanh_is_the_formula_to_a_few_units_in_the_last_place() -> None:
     """Against float64: float32's 1 + tanh loses all its digits for negative gates."""
     gates = torch.linspace(-12, 12, 24001)
     out, exact = torch.empty(1, 24001), torch.empty(1, 24001, dtype=torch.float64)
-    gelu_tanh_mul(torch.cat([gates, torch.ones(24001)])[None], out)
-    gelu_tanh_mul_reference(torch.cat([gates, torch.ones(24001)])[None].double(), exact)
+    gated_mul(torch.cat([gates, torch.ones(24001)])[None], "gelu_tanh", out)
+    gated_mul_reference(torch.cat([gates, torch.ones(24001)])[None].double(), "gelu_tanh", exact)
     near = gates.abs() < 3
     torch.testing.assert_close(out[:, near].double(), exact[:, near], rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-12)
@@ -91,8 +89,8 @@ def test_gelu_tanh_is_the_formula_to_a_few_units_in_the_last_place() -> None:
 def test_gelu_tanh_of_extreme_gates() -> None:
     gates = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1e30, float("nan")])
     out, expected = torch.empty(1, 8), torch.empty(1, 8)
-    gelu_tanh_mul(torch.cat([gates, torch.ones(8)])[None], out)
-    gelu_tanh_mul_reference(torch.cat([gates, torch.ones(8)])[None], expected)
+    gated_mul(torch.cat([gates, torch.ones(8)])[None], "gelu_tanh", out)
+    gated_mul_reference(torch.cat([gates, torch.ones(8)])[None], "gelu_tanh", expected)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
@@ -104,8 +102,8 @@ def test_threads_change_nothing(isa: str) -> None:
         normed, headed, gated = torch.empty(200, 576), x.clone(), torch.empty(2, 200, 576)
         rms_norm(x, weight, 1e-5, normed)
         head_norm(headed.view(200, 9, 64), weight[:64].contiguous(), 1e-5)
-        silu_mul(gate_up, gated[0])
-        gelu_tanh_mul(gate_up, gated[1])
+        gated_mul(gate_up, "silu", gated[0])
+        gated_mul(gate_up, "gelu_tanh", gated[1])
         results.append((normed, headed, gated))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
@@ -115,8 +113,8 @@ def test_threads_change_nothing(isa: str) -> None:
 def test_silu_of_extreme_gates() -> None:
     gates = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 1e30, float("nan"), 1.0])
     out, expected = torch.empty(1, 10), torch.empty(1, 10)
-    silu_mul(torch.cat([gates, torch.ones(10)])[None], out)
-    silu_mul_reference(torch.cat([gates, torch.ones(10)])[None], expected)
+    gated_mul(torch.cat([gates, torch.ones(10)])[None], "silu", out)
+    gated_mul_reference(torch.cat([gates, torch.ones(10)])[None], "silu", expected)
     torch.testing.assert_close(out[:, 1:], expected[:, 1:], rtol=1e-6, atol=1e-30, equal_nan=True)
 
 

@@ -15,15 +15,17 @@ from sapwood.kernels.ops.sampling import (
     NOT_FINITE,
     NOTHING_LEFT,
     OK,
-    adjust,
-    adjust_reference,
+    Change,
+    change_reference,
     filtered,
     sample,
     sample_reference,
 )
 
 
-def draw(logits: Tensor, n: int = 1, run: Any = sample, **columns: Any) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, n: int = 1, run: Any = sample, changes: list[Change] | None = None, **columns: Any
+) -> tuple[Tensor, Tensor]:
     """Ids and errors of n samples; each column is one value for all or a list of n."""
     defaults: dict[str, Any] = {
         "source": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0, "choices": 0,
@@ -35,7 +37,15 @@ def draw(logits: Tensor, n: int = 1, run: Any = sample, **columns: Any) -> tuple
         for name, value in (defaults | columns).items()
     ]
     ids, errors = torch.full((n,), -7, dtype=torch.int32), torch.full((n,), -7, dtype=torch.int32)
-    run(logits.view(-1, logits.shape[-1]), *given, ids, errors)
+    changed = (
+        ()
+        if changes is None
+        else (
+            torch.tensor([change.fields for change in changes]),
+            torch.tensor([change.penalties for change in changes]),
+        )
+    )
+    run(logits.view(-1, logits.shape[-1]), *given, ids, errors, *changed)
     return ids, errors
 
 
@@ -221,15 +231,89 @@ def test_uniform_is_the_same_number_in_python_and_c() -> None:
         assert ids.tolist() == [int(uniform(seed, 5, position) * 4096) for position in range(50)]
 
 
+def change_of(v: int, seed: int, **parts: Any) -> Change:
+    """Penalties, biases, bans and a mask; parts given as None are left out."""
+    random = np.random.default_rng(seed)
+    everything: dict[str, Any] = {
+        "prompt_seen": random.integers(0, 2, v, dtype=np.uint8),
+        "output_counts": random.integers(0, 4, v, dtype=np.int32),
+        "bias_ids": random.permutation(v)[: v // 5].astype(np.int32),
+        "biases": random.normal(size=v // 5).astype(np.float32),
+        "banned": random.permutation(v)[: v // 4].astype(np.int32),
+        "mask": random.integers(-(2**31), 2**31, -(-v // 32), dtype=np.int64).astype(np.int32),
+    }
+    return Change(**{k: x for k, x in (everything | parts).items() if x is not None})
+
+
+PARTS: tuple[dict[str, Any], ...] = (
+    {"repetition": 1.3, "mask": None, "banned": None},
+    {"repetition": 0.8, "presence": 0.5, "bias_ids": None, "biases": None},
+    {"repetition": 1.1, "presence": -0.3, "frequency": 0.7},
+    {"prompt_seen": None, "output_counts": None},
+    {"prompt_seen": None, "output_counts": None, "mask": None},
+)
+
+
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("penalties", [(1.0, 0.0, 0.0), (1.3, 0.0, 0.0), (0.8, 0.5, 0.0), (1.1, -0.3, 0.7)])
-def test_penalties(penalties: tuple[float, float, float]) -> None:
-    generator = torch.Generator().manual_seed(5)
-    logits = random_logits(1, 333)[0]
-    logits[5] = float("-inf")
-    seen = torch.randint(0, 2, (333,), generator=generator).to(torch.uint8)
-    counts = torch.randint(0, 4, (333,), generator=generator).int()
-    expected = logits.clone()
-    adjust(logits, seen, counts, *penalties)
-    adjust_reference(expected, seen, counts, *penalties)
-    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("v", [5, 32, 333, 2000])
+@pytest.mark.parametrize("parts", PARTS, ids=range(len(PARTS)))
+def test_changes_equal_the_formulas(parts: dict[str, Any], v: int) -> None:
+    """Every token is drawn greedily in turn: what has been drawn before is banned, so the order shows."""
+    logits = random_logits(1, v, seed=v)
+    logits[0, 3] = float("-inf")
+    before, change = logits.clone(), change_of(v, v, **parts)
+    expected = change_reference(logits[0], change)
+    order = [i for i in torch.argsort(-expected, stable=True).tolist() if expected[i] > float("-inf")]
+    counts, banned = change.output_counts, change.banned.tolist()
+    for best in order:
+        if counts is not None:
+            change.output_counts = counts.copy()
+        change.banned = np.array(banned, dtype=np.int32)
+        ids, errors = draw(logits, 1, temperature=0.0, changes=[change])
+        assert errors.tolist() == [OK]
+        # Two logits within a rounding of each other may be drawn in either order.
+        torch.testing.assert_close(expected[ids[0]], expected[best], rtol=1e-5, atol=1e-5)
+        banned.append(int(ids[0]))
+    change.banned = np.array(banned, dtype=np.int32)
+    assert draw(logits, 1, temperature=0.0, changes=[change])[1].tolist() == [NOTHING_LEFT]
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_rows_first_draw_is_counted_and_no_other() -> None:
+    v = 40
+    changes = [change_of(v, i, mask=None, banned=None) for i in range(3)]
+    before = [change.output_counts.copy() for change in changes if change.output_counts is not None]
+    changes[1].output_counts = changes[1].prompt_seen = None
+    logits = random_logits(3, v)
+    logits[2] = float("nan")
+    ids, errors = draw(logits, 6, source=[0, 0, 0, 1, 1, 2], seeds=list(range(6)), changes=changes)
+    assert errors.tolist() == [OK] * 5 + [NOT_FINITE]
+    assert changes[0].output_counts is not None
+    assert np.flatnonzero(changes[0].output_counts != before[0]).tolist() == [int(ids[0])]
+    assert changes[2].output_counts is not None
+    assert np.array_equal(changes[2].output_counts, before[2])
+
+
+def test_changes_do_not_depend_on_the_batch(isa: str) -> None:
+    n, v = 9, 3001
+    logits = random_logits(n, v, seed=4)
+
+    def changes() -> list[Change]:
+        return [change_of(v, i, **PARTS[i % len(PARTS)]) if i % 3 else Change() for i in range(n)]
+
+    columns: dict[str, Any] = {"source": list(range(n)), "seeds": list(range(n)), "top_p": 0.9}
+    together, _ = draw(logits, n, **columns, changes=changes())
+    for threads in (1, 2, 4):
+        native.load(isa, threads)
+        assert torch.equal(draw(logits, n, **columns, changes=changes())[0], together)
+    for i, change in enumerate(changes()):
+        alone, _ = draw(logits[i], 1, seeds=i, top_p=0.9, positions=i, changes=[change])
+        assert alone[0] == together[i]
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_change_of_a_token_that_is_not_there_is_an_error() -> None:
+    wrong = Change(banned=np.array([8], dtype=np.int32))
+    with pytest.raises(IndexError, match="row 1 is changed at a token that is not from 0 to 7"):
+        draw(random_logits(2, 8), 2, source=[0, 1], changes=[Change(), wrong])

@@ -6,6 +6,8 @@ knows nothing of nodes, so splits, trims and the incremental counts have to come
 
 from __future__ import annotations
 
+from collections import deque
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -65,6 +67,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.clock = self.flushed = 0
         self.evicted: set[tuple[str, Prefix]] = set()
         self.cuts: set[tuple[str, Prefix]] = set()
+        self.traced: deque[tuple[str, bytes, Node]] = deque(maxlen=5)
         type(self).operations -= 1  # the invariant is also checked before the first operation
 
     # ---- operations
@@ -78,6 +81,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert matched == self.longest(namespace, prompt[:limit])
         self.check_reason(stopped, namespace, prompt, matched, limit)
         assert self.tree.num_nodes == nodes
+        self.traced.append((namespace, pack(prompt), self.tree.trace(namespace, pack(prompt), limit).node))
 
     @rule(namespace=st.sampled_from(NAMESPACES), data=st.data(), fits=st.booleans())
     def admit(self, namespace: str, data: st.DataObject, fits: bool) -> None:
@@ -150,6 +154,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.contents() == self.slots
         assert self.tree.evictable_tokens == len(self.slots) - len(self.locked())
         assert set(self.tree.namespaces) == {namespace for namespace, _ in self.slots}
+        for namespace, ids, node in self.traced:
+            for limit in (len(ids) // 4, node.depth, max(0, node.depth - 1)):
+                again = self.tree.trace(namespace, ids, limit, node)
+                assert again.matched == self.longest(namespace, tuple(unpack(ids)[:limit].tolist()))
 
     def contents(self) -> dict[tuple[str, Prefix], int]:
         found: dict[tuple[str, Prefix], int] = {}

@@ -42,16 +42,41 @@ def test_random_traffic(seed: int) -> None:
         disable_overlap_schedule=rng.random() < 0.3,
     )
     families = [[rng.randrange(2, VOCAB) for _ in range(30)] for _ in range(3)]
+    send(world, rng, families, 45)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_traffic_over_long_prefixes(seed: int) -> None:
+    """As above, where prefixes are long enough to be named in steps: the simulation checks each step's."""
+    rng = random.Random(seed)
+    world = World(
+        num_slots=rng.choice([420, 700, 2500]),
+        context=400,
+        max_running_requests=rng.choice([3, 8, 16]),
+        chunked_prefill_size=rng.choice([40, 64, 200, -1]),
+        schedule_policy=rng.choice(["lpm", "fcfs"]),
+        disable_radix_cache=rng.random() < 0.1,
+        disable_overlap_schedule=rng.random() < 0.3,
+    )
+    trunk = [rng.randrange(2, VOCAB) for _ in range(150)]
+    families = [trunk + [rng.randrange(2, VOCAB) for _ in range(150)] for _ in range(3)]
+    send(world, rng, families, 330)
+    if not world.state.config.disable_radix_cache:
+        assert sum(len(step.shared) > 0 for step in world.steps) > 5
+
+
+def send(world: World, rng: random.Random, families: list[list[int]], longest: int) -> None:
+    """Traffic of prompts up to `longest` tokens; checks all answers."""
     cut: dict[int, dict[int, int | None]] = defaultdict(dict)
     live: list[int] = []
     for _ in range(150):
         if rng.random() < 0.35 and len(world.clients) < 40:
-            prompt = random_prompt(rng, families, 45)
+            prompt = random_prompt(rng, families, longest)
             if live and rng.random() < 0.3:
                 # The next turn of a chat, asked while the last one may still be running.
                 before = world.clients[rng.choice(live)]
                 turns = [*messages.unpack(before.submit.ids).tolist(), *before.output.get(0, [])]
-                prompt = [*turns, *prompt[-4:]][:45]
+                prompt = [*turns, *prompt[-4:]][:longest]
             namespace = rng.choice(["", "", "x"])
             live.append(world.submit(prompt, namespace, **random_params(rng, prompt)))
         if live and rng.random() < 0.08:

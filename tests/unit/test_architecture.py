@@ -244,7 +244,16 @@ def test_a_process_without_the_model_loads_no_torch(module: str) -> None:
     heavy = {"torch", "transformers", "xgrammar", "triton"}
     if module != "sapwood.srt.server.process":
         heavy |= {"fastapi", "starlette", "uvicorn"}
+    if module in ("sapwood.srt.scheduler.loop", "sapwood.srt.tokenizer.process"):
+        heavy |= {"asyncio"}  # 4 MB a process
     program = f"import sys, {module}; print(*(m for m in {sorted(heavy)} if m in sys.modules))"
+    answer = run(program)
+    assert (answer.stdout.strip(), answer.returncode) == ("", 0), answer.stderr
+
+
+def test_the_worker_loads_torch_but_not_what_torch_loads_on_use() -> None:
+    heavy = ("transformers", "xgrammar", "triton", "fastapi", "sympy", "torch._dynamo", "torch._inductor")
+    program = f"import sys, sapwood.srt.worker.loop; print(*(m for m in {heavy} if m in sys.modules))"
     answer = run(program)
     assert (answer.stdout.strip(), answer.returncode) == ("", 0), answer.stderr
 

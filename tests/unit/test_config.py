@@ -58,6 +58,8 @@ def test_every_field_says_what_it_is() -> None:
         (["--context-length", "2048"], "context_length", 2048),
         (["--kv-cache-dtype", "float16"], "kv_cache_dtype", "float16"),
         (["--dtype", "float32"], "dtype", "float32"),
+        (["--quantization", "w4"], "quantization", "w4"),
+        (["--no-weight-cache"], "weight_cache", False),
         (["--context-length", "8k"], "context_length", 8000),
         (["--context_length=1.5K"], "context_length", 1536),
         (["--max-total-tokens", "1M"], "max_total_tokens", 2**20),
@@ -126,6 +128,13 @@ def test_a_chunk_of_no_tokens_is_refused() -> None:
         config.make(served_model_name="")
     with pytest.raises(ConfigError, match="--chunked-prefill-size must be -1 or at least 1, got 0"):
         config.make(chunked_prefill_size=0)
+
+
+def test_two_storages_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--quantization w8 and --dtype float16 both say") as caught:
+        parse("--dtype", "half", "-q", "w8")
+    assert caught.value.param == "quantization"
+    assert parse("--quantization", "gguf", "--dtype", "float16").dtype == "float16"
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])

@@ -62,6 +62,7 @@ def test_a_field_that_others_have_under_our_name_is_in_the_table() -> None:
     ours_alone = {
         "split_special_tokens", "tokenizer_workers", "max_body_bytes", "stream_buffer", "request_timeout",
         "log_format", "log_stats", "pooling", "drain_timeout", "heartbeat_timeout", "cpu_isa", "num_threads",
+        "weight_cache",
     }  # fmt: skip
     assert set(Config.__struct_fields__) - set(by_name()) == ours_alone
     for name in set(Config.__struct_fields__) & set(by_name()):
@@ -177,7 +178,8 @@ def test_the_page_is_what_the_table_makes() -> None:
         ("--no-enable-prefix-caching --no-enable-chunked-prefill",
          {"disable_radix_cache": True, "chunked_prefill_size": -1}),
         ("--quantization None --served-model-name a", {"served_model_name": "a"}),
-        ("--quantization gguf --load-format gguf", {"load_format": "gguf"}),
+        ("--quantization gguf --load-format gguf", {"quantization": "gguf", "load_format": "gguf"}),
+        ("-q w8", {"quantization": "w8"}),
         ("--chunked-prefill-size 512 --max-prefill-tokens 512", {"chunked_prefill_size": 512}),
         ("--json-model-override-args {} --compilation-config 0 --swa-full-tokens-ratio 1.0", {}),
     ],
@@ -295,7 +297,7 @@ def test_what_is_no_flag_of_the_runtime_is_left_to_the_command() -> None:
         (["--page-size"], "--page-size is refused: a page is one token"),
         (["--port", "http"], "--port must be a whole number, got 'http'"),
         (["--mem-fraction-static", "half"], "--mem-fraction-static must be a number, got 'half'"),
-        (["--cpu-isa", "neon"], "--cpu-isa must be auto, avx512, avx2 or portable, got 'neon'"),
+        (["--cpu-isa", "neon"], "--cpu-isa must be auto, amx, avx512, avx2 or portable, got 'neon'"),
         (["--skip-tokenizer-init=perhaps"], "--skip-tokenizer-init is on or off (true or false)"),
         (["--compilation-config.mode", "3"], "--compilation-config.mode 3 is refused"),
         (["--speculative-config", '{"method": "ngram"}'], "speculative decoding is not there yet"),

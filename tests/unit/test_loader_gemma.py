@@ -56,7 +56,7 @@ def both(source: ModelSource) -> tuple[Decoder, Any]:
     assert unset.missing_keys == ["lm_head.weight"]
     assert unset.unexpected_keys == []
     model.tie_weights()
-    return Decoder(spec_of(source.config), weights, torch.float32, 1024), model
+    return Decoder(spec_of(source.config), weights, "float32", 1024), model
 
 
 def test_the_file_says_what_it_is(source: ModelSource, caplog: pytest.LogCaptureFixture) -> None:

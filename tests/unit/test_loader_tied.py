@@ -37,7 +37,7 @@ def both() -> tuple[Decoder, Any]:
     unset = model.load_state_dict({n: weights.vector(n) for n in weights.names()}, strict=False)
     assert unset.missing_keys == [HEAD]
     model.tie_weights()
-    return Decoder(spec_of(source.config), weights, torch.float32, source.context_length), model
+    return Decoder(spec_of(source.config), weights, "float32", source.context_length), model
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sapwood.srt.errors import ModelError
-from sapwood.srt.loader import gguf_weights
+from sapwood.srt.loader import packing
 from sapwood.srt.loader.gguf_parts import GgufFile
 from sapwood.srt.loader.gguf_weights import GgufReader
 from sapwood.srt.loader.weights import open_weights
@@ -51,9 +51,9 @@ def test_joint_matrices_are_the_rows_one_after_another(tmp_path: Path) -> None:
     weights = opened(tmp_path)
     names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
     rows = torch.cat([weights.vector(name) for name in names])
-    assert torch.equal(weights.linear(names, torch.float32).unpack(), rows)
-    assert torch.equal(weights.linear(names, torch.float16).unpack(), rows.half().float())
-    assert torch.equal(weights.embedding(EMBEDDING, torch.float32).unpack(), weights.vector(EMBEDDING))
+    assert torch.equal(weights.linear(names, "float32").unpack(), rows)
+    assert torch.equal(weights.linear(names, "float16").unpack(), rows.half().float())
+    assert torch.equal(weights.embedding(EMBEDDING, "float32").unpack(), weights.vector(EMBEDDING))
 
 
 def test_dummy_weights_are_seeded_and_differ(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_dummy_weights_are_seeded_and_differ(tmp_path: Path) -> None:
     assert len({float(v.sum()) for v in matrices}) == len(matrices)
     assert all(0.5 < float(v.std()) * v.shape[1] ** 0.5 < 2 for v in matrices)
     q = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(first.linear([q], torch.float32).unpack(), values[q])
+    assert torch.equal(first.linear([q], "float32").unpack(), values[q])
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
@@ -85,18 +85,55 @@ def test_gguf_matrices_are_dequantised_and_put_in_order(tmp_path: Path, kind: st
 def test_gguf_packs_rows_of_one_kind_or_of_several(
     tmp_path: Path, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_weights, "ROWS", 48)
-    kinds = {"blk.1.attn_v": "q8_0", "blk.0.ffn": "q5_1", "blk.1.ffn_gate": "bf16"}
+    monkeypatch.setattr(packing, "PIECE", 48 * 64)
+    kinds = {"blk.1.attn_v": "q8_0", "blk.0.ffn_gate": "q5_1", "blk.1.ffn_gate": "bf16"}
     tiny_gguf(tmp_path / "m.gguf", kind="q4_0", kinds=kinds, intermediate_size=inner)
     weights = opened(tmp_path / "m.gguf")
-    for index in (0, 1):
+    formats = {(0, "attn"): "q4", (1, "attn"): "q8w", (0, "mlp"): "q8w", (1, "mlp"): "float32"}
+    for index, part in formats:
         names = [f"model.layers.{index}.self_attn.{x}_proj.weight" for x in "qkv"]
+        if part == "mlp":
+            names = [f"model.layers.{index}.mlp.{x}_proj.weight" for x in ("gate", "up")]
         rows = torch.cat([weights.vector(name) for name in names])
-        assert torch.equal(weights.linear(names, torch.float32).unpack(), rows)
-        names = [f"model.layers.{index}.mlp.{x}_proj.weight" for x in ("gate", "up")]
-        rows = torch.cat([weights.vector(name) for name in names])
-        assert torch.equal(weights.linear(names, torch.float32).unpack(), rows)
-        assert torch.equal(weights.linear(names, torch.float16).unpack(), rows.half().float())
+        stored = weights.linear(names, "stored")
+        assert stored.format == formats[index, part]
+        assert torch.equal(stored.unpack(), rows)
+        assert torch.equal(weights.linear(names, "float32").unpack(), rows)
+        assert torch.equal(weights.linear(names, "float16").unpack(), rows.half().float())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("q4_k q4_k q4_k", "q4w"), ("q4_k q4_1 q4_0", "q4w"), ("q4_k q4_k q6_k", "q8w"),
+        ("q5_0 q8_0 iq4_nl", "q8"), ("q5_0 q4_k q8_0", "q8w"), ("q2_k q3_k q5_k", "q8w"),
+        ("f16 f16 f16", "float16"), ("q3_k f16 bf16", "float32"),
+    ],
+)  # fmt: skip
+def test_joint_matrices_have_the_nearest_format_that_holds_all(
+    tmp_path: Path, kinds: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "PIECE", 48 * 256)
+    own = dict(zip(("attn_q", "attn_k", "attn_v"), kinds.split(), strict=True))
+    sizes = {"hidden_size": 256, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8}
+    tiny_gguf(tmp_path / "m.gguf", kinds=own, **sizes)
+    weights = opened(tmp_path / "m.gguf")
+    names = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
+    packed = weights.linear(names, "stored")
+    assert (packed.format, packed.n, packed.k) == (expected, 56, 256)
+    assert torch.equal(packed.unpack(), torch.cat([weights.vector(name) for name in names]))
+    assert weights.formats == {expected}
+    assert weights.summary().startswith(f"{expected} 0 MiB ({min(kinds.upper().split())}")
+
+
+def test_a_safetensors_type_has_its_format(tmp_path: Path) -> None:
+    formats = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "float32"}
+    for dtype, format in formats.items():
+        weights = opened(tiny_llama(tmp_path / format / str(dtype), dtype=dtype))
+        packed = weights.embedding(EMBEDDING, "stored")
+        assert packed.format == format
+        assert torch.equal(packed.unpack(), weights.vector(EMBEDDING))
+        assert ("float16 would cut its range" in weights.summary()) is (dtype is torch.bfloat16)
 
 
 def test_the_packaged_model_equals_the_gguf_librarys_own_dequantiser() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from sapwood.kernels import native
 from sapwood.srt.models.rope import inverse_frequencies
+from sapwood.srt.models.weights import Storage
 from tests.decoding import (
     Sequence,
     decoder_of,
@@ -50,6 +51,16 @@ def test_logits_and_greedy_ids_are_those_of_transformers(tmp_path: Path, variant
     assert [len(answer) for answer in answers] == [20] * len(PROMPTS)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert is_greedy(reference, prompt, answer)
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "w8", "w4"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_layers_in_one_call_equal_op_by_op(tmp_path: Path, variant: str, storage: Storage) -> None:
+    decoder = decoder_of(write(tmp_path, variant), storage)
+    fused, plain = Sequence(decoder, 200, rows=2, fused=True), Sequence(decoder, 200, rows=2)
+    for first, second in ((IDS[:97], IDS[:3]), (IDS[97:98], IDS[3:4]), (IDS[98:], IDS[4:40])):
+        assert torch.equal(fused.extend(first, second), plain.extend(first, second))
+    assert all(torch.equal(a, b) for a, b in zip(fused.k + fused.v, plain.k + plain.v, strict=True))
 
 
 @pytest.mark.parametrize("variant", ["mistral", "gemma3", "qwen2: windows from a layer on", "phi3"])

@@ -145,7 +145,7 @@ def test_the_last_hidden_state(bench: Bench) -> None:
     results = extend(bench, 0, [N], samples=0, pooling="last", max_tokens=0)
     (read,) = results[-1].reads
     state = np.frombuffer(read.pooled, dtype="<f4")
-    hidden = bench.runner._decoder._buffers["hidden"][N - 1 : N]
+    hidden = bench.runner._forward._hidden[N - 1 : N]
     assert np.array_equal(state, bench.runner._decoder.normed(hidden, torch.tensor([0]))[0].numpy())
     for at, sizes in ((0, chunks(7)), (N - 1, [1]), (64, [N - 64])):
         prefix = list(range(at))
@@ -159,7 +159,7 @@ def test_the_last_hidden_state(bench: Bench) -> None:
 def test_the_mean_hidden_state(bench: Bench, size: int) -> None:
     (whole,) = extend(bench, 0, [N], samples=0, pooling="mean", max_tokens=0)
     decoder = bench.runner._decoder
-    states = decoder.normed(decoder._buffers["hidden"][:N], torch.arange(N)).double()
+    states = decoder.normed(bench.runner._forward._hidden[:N], torch.arange(N)).double()
     (read,) = whole.reads
     mean = np.frombuffer(read.pooled, dtype="<f4")
     assert np.allclose(mean, states.mean(0).numpy(), atol=1e-6)

@@ -1,0 +1,118 @@
+"""Stored matrices into packed weights, some rows at a time: no large matrix ever lies in memory as floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sapwood.kernels.ops.gemm import FORMATS, PANEL, PackedWeight, pack, pack_codes
+from sapwood.srt.errors import ConfigError, ModelError
+from sapwood.srt.loader.codes import LARGEST_HALF, Codes, common_format
+from sapwood.srt.loader.quantise import quantise4, quantise8
+from sapwood.srt.models.weights import Storage
+
+PIECE = 2**18
+"""Values unpacked at a time."""
+
+_FORMATS: dict[Storage, str] = {"float32": "float32", "float16": "float16", "w8": "q8", "w4": "q4"}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix [n, k] in a file.
+
+    `kind` is what its type is called, `format` the smallest packed format that holds its values as they are,
+    `rows(begin, end)` some of its rows: a float32 tensor of its own memory or, of a quantised one, codes.
+    """
+
+    name: str
+    n: int
+    k: int
+    kind: str
+    format: str
+    rows: Callable[[int, int], Tensor | Codes]
+
+    def floats(self, begin: int, end: int) -> Tensor:
+        """Some of its rows in float32."""
+        rows = self.rows(begin, end)
+        return torch.from_numpy(rows.values()) if isinstance(rows, Codes) else rows
+
+
+def pack_matrices(matrices: Sequence[Matrix], storage: Storage) -> PackedWeight:
+    """The rows of the matrices one after another as one packed weight.
+
+    Raises ConfigError for a `storage` of w8 or w4 if a matrix is quantised already, ModelError for values
+    that the storage asked for cannot hold.
+    """
+    format = common_format({m.format for m in matrices}) if storage == "stored" else _FORMATS[storage]
+    whole = PackedWeight(sum(m.n for m in matrices), matrices[0].k, format)
+    panel = 0
+    for parts in _pieces(matrices):
+        piece = _pack(parts, format, storage).data
+        whole.data[panel : panel + len(piece)] = piece
+        panel += len(piece)
+    return whole
+
+
+def _pieces(matrices: Sequence[Matrix]) -> Iterator[list[tuple[Matrix, Tensor | Codes]]]:
+    """Rows for whole panels, from one or more matrices."""
+    step = max(1, PIECE // (matrices[0].k * PANEL)) * PANEL
+    parts: list[tuple[Matrix, Tensor | Codes]] = []
+    room = step
+    for matrix in matrices:
+        begin = 0
+        while begin < matrix.n:
+            end = min(matrix.n, begin + room)
+            parts.append((matrix, matrix.rows(begin, end)))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield parts
+                parts, room = [], step
+    if parts:
+        yield parts
+
+
+def _pack(parts: Sequence[tuple[Matrix, Tensor | Codes]], format: str, storage: Storage) -> PackedWeight:
+    if FORMATS[format].dtype is not None:
+        floats = [_floats(matrix, rows, format) for matrix, rows in parts]
+        return pack(torch.cat(floats) if len(floats) > 1 else floats[0], format)
+    fitted = [
+        rows.fit(format)
+        if isinstance(rows, Codes) and storage == "stored"
+        else _quantised(matrix, rows, storage)
+        for matrix, rows in parts
+    ]
+    codes, scales, lows = (
+        torch.cat([torch.from_numpy(part[i]) for part in fitted]) if fitted[0][i] is not None else None
+        for i in range(3)
+    )
+    assert codes is not None
+    assert scales is not None
+    return pack_codes(codes, scales, lows, format)
+
+
+def _floats(matrix: Matrix, rows: Tensor | Codes, format: str) -> Tensor:
+    floats = torch.from_numpy(rows.values()) if isinstance(rows, Codes) else rows
+    loses = format == "float16" and matrix.format != "float16"
+    if loses and not float(floats.abs().max()) <= LARGEST_HALF:
+        raise ModelError(
+            f"{matrix.name} holds values beyond {LARGEST_HALF:g}, the largest of float16: use --dtype float32"
+        )
+    return floats
+
+
+def _quantised(matrix: Matrix, rows: Tensor | Codes, storage: Storage) -> Codes:
+    if isinstance(rows, Codes):
+        raise ConfigError(
+            f"--quantization {storage} is for weights in floats, but {matrix.name} is {matrix.kind} already: "
+            "without it, weights are computed on as they are stored",
+            param="quantization",
+        )
+    try:
+        return (quantise8 if storage == "w8" else quantise4)(rows.numpy())
+    except OverflowError as e:
+        raise ModelError(f"{matrix.name} cannot be rounded to {storage}: {e}") from None
