@@ -1,7 +1,7 @@
 """Is a way of storing and computing good enough? The product's CPU engine beside Hugging Face in float32.
 
     python -m bench.quality [MODEL] [--text FILE ...] [--choices FILE ...] [--dtype stored,float32]
-                            [--compute exact] [--tokens 4096] [--chunk 512] [--items 200] [--json FILE]
+                            [--kv-cache-dtype auto] [--tokens 4096] [--chunk 512] [--items 200] [--json FILE]
 
 Both sides have the same (dequantised) weights; ours go through the worker's decoder, kernels and KV pool.
 Over chunks of real text: perplexity and its ratio, greedy agreement (the share of positions, the text before
@@ -42,30 +42,27 @@ from sapwood.srt.worker.fused import FusedForward
 from sapwood.srt.worker.kv_pool import KvPool
 
 STORAGES = ("stored", "float32", "float16", "w8", "w4")
-COMPUTES = ("exact", "fast")
+KV_DTYPES = {"auto": None, "float32": torch.float32, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of storing and computing."""
+    """One way of storing weights, and K and V; `kv` "auto" is what the worker takes by itself."""
 
     storage: Storage
-    compute: str
+    kv: str = "auto"
 
     @property
     def name(self) -> str:
-        return f"{self.storage} {self.compute}"
+        return self.storage if self.kv == "auto" else f"{self.storage}, kv {self.kv}"
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """What the worker takes for its KV pool, unless it is told otherwise."""
-        return torch.float32 if self.storage == "float32" else torch.float16
+        return KV_DTYPES[self.kv] or (torch.float32 if self.storage == "float32" else torch.float16)
 
 
 def make_decoder(source: ModelSource, mode: Mode) -> Decoder:
-    """The product's decoder in this mode; SystemExit for a mode that it does not have."""
-    if mode.compute != "exact":
-        raise SystemExit(f"--compute: this build has no {mode.compute!r}, only 'exact'")
+    """The product's decoder in this mode."""
     return Decoder(spec_of(source.config), open_weights(source), mode.storage, source.context_length)
 
 
@@ -195,9 +192,12 @@ def show_choices(name: str, row: dict[str, Any]) -> None:
     )
 
 
-def chosen_modes(dtypes: str, computes: str) -> list[Mode]:
-    """Each dtype with each compute mode; SystemExit for a name that is neither."""
-    wanted = [(dtypes.split(","), STORAGES, "--dtype"), (computes.split(","), COMPUTES, "--compute")]
+def chosen_modes(dtypes: str, kv_dtypes: str) -> list[Mode]:
+    """Each storage with each of K and V; SystemExit for a name that is neither."""
+    wanted = [
+        (dtypes.split(","), STORAGES, "--dtype"),
+        (kv_dtypes.split(","), tuple(KV_DTYPES), "--kv-cache-dtype"),
+    ]
     for names, known, flag in wanted:
         if unknown := [name for name in names if name not in known]:
             raise SystemExit(f"{flag}: no {unknown[0]!r}: there are {', '.join(known)}")
@@ -220,7 +220,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, nargs="+", default=[])
     parser.add_argument("--choices", type=Path, nargs="+", default=[])
     parser.add_argument("--dtype", default="stored")
-    parser.add_argument("--compute", default="exact")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--tokens", type=int, default=4096, help="of text, in all")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of text that are one sequence")
     parser.add_argument("--items", type=int, default=200, help="questions at most, of each file")
@@ -239,7 +239,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> int:
     args = parsed(argv)
-    modes = chosen_modes(args.dtype, args.compute)
+    modes = chosen_modes(args.dtype, args.kv_cache_dtype)
     source = resolve(make(model_path=args.model))
     encode = tokenizer_of(source)
     isa = native.load(args.isa, args.threads)

@@ -53,8 +53,8 @@ bool cpu_has_avx512() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vnni");
 }
-// Linux saves the tiles only of a process that has asked for them; it refuses where the CPU has none, or where
-// a signal stack is too small for them.
+// Linux saves the tiles only of a process that has asked for them; it refuses where the CPU has none, or
+// where a signal stack is too small for them.
 bool system_grants_tiles() {
 #ifdef __linux__
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;

@@ -161,7 +161,7 @@ def test_a_choice_that_merges_with_its_context_is_cut_before_it() -> None:
 
 def test_ours_and_the_reference_score_alike(tmp_path: Path) -> None:
     source = source_of(tiny_llama(tmp_path / "model"))
-    ours, reference = Ours(source, Mode("float32", "exact"), 64, 3), Reference(source)
+    ours, reference = Ours(source, Mode("float32"), 64, 3), Reference(source)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, VOCAB, (40,), generator=generator).tolist()
     with torch.inference_mode():
@@ -180,10 +180,11 @@ def test_ours_and_the_reference_score_alike(tmp_path: Path) -> None:
 
 
 def test_modes_are_every_pair_and_unknown_ones_are_named() -> None:
-    assert [m.name for m in chosen_modes("stored,float32", "exact")] == ["stored exact", "float32 exact"]
+    names = [m.name for m in chosen_modes("stored,float32", "auto,float16")]
+    assert names == ["stored", "stored, kv float16", "float32", "float32, kv float16"]
     with pytest.raises(SystemExit, match="--dtype: no 'int3'"):
-        chosen_modes("int3", "exact")
-    with pytest.raises(SystemExit, match="--compute: no 'slow'"):
+        chosen_modes("int3", "auto")
+    with pytest.raises(SystemExit, match="--kv-cache-dtype: no 'slow'"):
         chosen_modes("stored", "slow")
 
 
@@ -194,12 +195,12 @@ def test_the_whole_bench_on_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureF
     arguments = [str(model), "--text", str(text), "--choices", str(choices), "--dtype", "float32"]
     assert main([*arguments, "--tokens", "96", "--chunk", "32", "--json", str(tmp_path / "out.json")]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
-    row = found["text"]["float32 exact"]
+    row = found["text"]["float32"]
     assert row["positions"] == 96
     assert row["agreement"] == 1.0
     assert row["error_max"] < 1e-5
     assert abs(row["perplexity_ratio"] - 1) < 1e-5
-    row = found["choices"]["choices.jsonl"]["float32 exact"]
+    row = found["choices"]["choices.jsonl"]["float32"]
     assert row["items"] == len(MT_BENCH)
     assert row["same_choice"] == 1.0
     assert row["difference"] == 0.0
