@@ -39,10 +39,10 @@ from sapwood.srt.models.decoder import Batch, Decoder
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.weights import Storage
 from sapwood.srt.worker.fused import FusedForward
-from sapwood.srt.worker.kv_pool import KvPool
+from sapwood.srt.worker.kv_pool import DTYPES, KvPool, choose_dtype
 
 STORAGES = ("stored", "float32", "float16", "w8", "w4")
-KV_DTYPES = {"auto": None, "float32": torch.float32, "float16": torch.float16}
+KV_DTYPES = ("auto", *DTYPES)
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,6 @@ class Mode:
     @property
     def name(self) -> str:
         return self.storage if self.kv == "auto" else f"{self.storage}, kv {self.kv}"
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        return KV_DTYPES[self.kv] or (torch.float32 if self.storage == "float32" else torch.float16)
-
-
-def make_decoder(source: ModelSource, mode: Mode) -> Decoder:
-    """The product's decoder in this mode."""
-    return Decoder(spec_of(source.config), open_weights(source), mode.storage, source.context_length)
 
 
 class Model(Protocol):
@@ -80,9 +71,10 @@ class Ours:
     """The engine's forward pass over a KV pool, without processes: rows share their context's slots."""
 
     def __init__(self, source: ModelSource, mode: Mode, room: int, rows: int) -> None:
-        self._decoder, self._room = make_decoder(source, mode), room
-        spec = self._decoder.spec
-        pool = KvPool(rows * room, spec.layers, spec.kv_heads, spec.head_dim, mode.kv_dtype)
+        spec, weights = spec_of(source.config), open_weights(source)
+        self._decoder, self._room = Decoder(spec, weights, mode.storage, source.context_length), room
+        self.kv_dtype = choose_dtype(mode.kv, weights.formats)
+        pool = KvPool(rows * room, spec.layers, spec.kv_heads, spec.head_dim, self.kv_dtype)
         self._table = torch.arange(rows * room, dtype=torch.int32).view(rows, room)
         self._forward = FusedForward(self._decoder, pool, self._table)
 
@@ -196,7 +188,7 @@ def chosen_modes(dtypes: str, kv_dtypes: str) -> list[Mode]:
     """Each storage with each of K and V; SystemExit for a name that is neither."""
     wanted = [
         (dtypes.split(","), STORAGES, "--dtype"),
-        (kv_dtypes.split(","), tuple(KV_DTYPES), "--kv-cache-dtype"),
+        (kv_dtypes.split(","), KV_DTYPES, "--kv-cache-dtype"),
     ]
     for names, known, flag in wanted:
         if unknown := [name for name in names if name not in known]:

@@ -93,7 +93,7 @@ class Exchange(asyncio.Protocol):
             return
         self._headers_seen = True
         length = _headers(raw[:end]).get("content-length")
-        if length is not None:
+        if length is not None and length.isdecimal():
             last = len(self._pieces[-1][1])  # data_received takes this piece off again
             self._length = int(length) + end + 4 - (len(raw) - last)
 
@@ -143,8 +143,11 @@ def _chunks(raw: bytes, at: int) -> Iterator[tuple[int, int]]:
 
 
 def is_whole(raw: bytes) -> bool:
-    """Does the last chunk of this chunked answer end it?"""
-    spans = list(_chunks(raw, raw.index(b"\r\n\r\n") + 4))
+    """Does the last chunk of this chunked answer end it? A malformed one ends with its connection."""
+    try:
+        spans = list(_chunks(raw, raw.index(b"\r\n\r\n") + 4))
+    except ValueError:
+        return False
     return bool(spans) and spans[-1][0] == spans[-1][1]
 
 
@@ -156,7 +159,11 @@ def read_answer(pieces: list[tuple[float, bytes]], sent: float) -> Answer:
     if head < 0:
         answer.error = "no answer: the connection was closed"
         return answer
-    status = raw[:head].split(b" ", 2)[1]
+    protocol, _, status = raw[: raw.index(b"\r\n")].decode("latin-1").partition(" ")
+    status = status.partition(" ")[0]
+    if not protocol.startswith("HTTP/") or not status.isdecimal():
+        answer.error = "malformed status line"
+        return answer
     headers = _headers(raw[:head])
     spans = [(head + 4, len(raw))]
     if headers.get("transfer-encoding", "").lower() == "chunked":
@@ -165,17 +172,19 @@ def read_answer(pieces: list[tuple[float, bytes]], sent: float) -> Answer:
         except ValueError:
             answer.error = "malformed chunked answer"
             return answer
-    if status != b"200":
+    if status != "200":
         body = b"".join(raw[begin:end] for begin, end in spans)
-        answer.error = f"status {status.decode()}: {body[:300].decode(errors='replace')}"
+        answer.error = f"status {status}: {body[:300].decode(errors='replace')}"
         return answer
     ends, at = [], 0
     for _, data in pieces:
         at += len(data)
         ends.append(at)
-    _read_events(
-        answer, ((pieces[bisect.bisect_left(ends, at)][0] - sent, line) for at, line in _lines(raw, spans))
-    )
+    lines = ((pieces[bisect.bisect_left(ends, at)][0] - sent, line) for at, line in _lines(raw, spans))
+    try:
+        _read_events(answer, lines)
+    except (ValueError, TypeError, AttributeError) as e:  # no JSON, or of another shape
+        answer.error = f"malformed event: {e}"
     return answer
 
 

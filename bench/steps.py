@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import html
 import json
 import statistics
 import time
@@ -39,6 +40,8 @@ MOST_SLOTS = 2**17
 """Positions of all rows together: beyond, the pool would not fit beside other things."""
 HTTP_CONTEXT = 192
 """Half way through answers of 128 tokens to prompts of 128."""
+STREAMS = (1, 32)
+"""At once, through HTTP."""
 
 
 class Clock:
@@ -64,7 +67,7 @@ class Bench:
     def __init__(self, model: str | None, slots: int, rows: int, **options: Any) -> None:
         config = make(model_path=model, max_total_tokens=slots, max_running_requests=rows, **options)
         source = resolve(config)
-        self.context_length = source.context_length
+        self.name, self.context_length = source.name, source.context_length
         self.runner, pool, self.facts = make_runner(config, source)
         generator = torch.Generator().manual_seed(0)
         for part in (*pool.k, *pool.v):
@@ -136,7 +139,7 @@ def through_http(bench: Bench, url: str, steps: int, repeats: int = 3) -> list[d
     Kernels are measured before and after, so that a machine whose speed drifts shows as such.
     """
     found = []
-    for batch in (1, 32):
+    for batch in STREAMS:
         kernels, gaps = [], []
         for repeat in range(repeats):
             kernels.append(bench.measure(batch, HTTP_CONTEXT, steps)["kernels_s"])
@@ -235,15 +238,17 @@ def main() -> int:
     options: dict[str, Any] = {"cpu_isa": args.isa}
     if args.threads:
         options["num_threads"] = args.threads
-    most = min(MOST_SLOTS, max(batches) * (max(contexts) + args.steps + 1))
-    bench = Bench(args.model, most, max(batches), **options)
+    rows, slots = max(batches), min(MOST_SLOTS, max(batches) * (max(contexts) + args.steps + 1))
+    if args.url:
+        rows, slots = max(rows, *STREAMS), max(slots, max(STREAMS) * (HTTP_CONTEXT + args.steps + 1))
+    bench = Bench(args.model, slots, rows, **options)
     for name, fact in bench.facts.items():
         print(f"{name}: {fact}")
     result: dict[str, Any] = {"facts": bench.facts, "rows": growth(bench, batches, contexts, args.steps)}
     if args.url:
         result["http"] = through_http(bench, args.url, args.steps)
     if args.svg:
-        args.svg.write_text(svg(result["rows"], "Decode step, SmolLM2-135M"))
+        args.svg.write_text(svg(result["rows"], f"Decode step, {html.escape(bench.name)}"))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
     return 0

@@ -28,7 +28,7 @@ def groups(controller: str, proc: Path = PROC) -> Iterator[Group]:
     """
     try:
         paths = dict(_paths(proc / "self/cgroup"))
-        mounts = (proc / "self/mountinfo").read_text().splitlines()
+        mounts = _lines(proc / "self/mountinfo")
     except OSError:
         return
     for line in mounts:
@@ -47,9 +47,14 @@ def groups(controller: str, proc: Path = PROC) -> Iterator[Group]:
 
 def _paths(table: Path) -> Iterator[tuple[str, str]]:
     """(controller, path in its hierarchy); the controller of version 2 is called ""."""
-    for line in table.read_text().splitlines():
+    for line in _lines(table):
         _number, controllers, path = line.split(":", 2)
         yield from ((controller, path) for controller in controllers.split(","))
+
+
+def _lines(table: Path) -> list[str]:
+    """The lines of a table with paths in it, which need not be UTF-8."""
+    return table.read_text(errors="surrogateescape").splitlines()
 
 
 def _upwards(top: Path, root: str, path: str) -> Iterator[Path]:

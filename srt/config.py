@@ -169,7 +169,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("model_path", "served_model_name"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{option(name)} must not be empty", param=name)
-        if self.quantization in ("w8", "w4") and self.dtype != "auto":
+        if self.quantization != "none" and self.dtype != "auto":
             raise ConfigError(
                 f"--quantization {self.quantization} and --dtype {self.dtype} both say how weights are "
                 "stored: give one of them",

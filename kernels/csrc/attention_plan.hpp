@@ -16,7 +16,7 @@ namespace sapwood {
 namespace {
 
 constexpr int TILE = 64;
-constexpr int64_t BLOCK_ROWS = 96;       // query rows of a block that share a gathered tile
+constexpr int64_t BLOCK_ROWS = 192;      // query rows of a block that share a gathered tile
 constexpr int64_t ALL_HEADS_BELOW = 16;  // smaller blocks take all KV heads: a slot is read straight through
 constexpr int64_t PIECES_PER_THREAD = 4;
 constexpr int64_t MAX_SPLIT_FLOATS = 1 << 26;  // of partial results that a call may keep

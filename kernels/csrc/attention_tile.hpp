@@ -280,8 +280,8 @@ struct Workspace {
     template <class W>
     void rows_of(int64_t tile, int64_t h, const W *k, Rows<W> v, Rows<W> soon, const Partial &partial) const {
         const int64_t begin = block.first_row(tile), rows = block.end_row(tile) - begin;
-        const Tiling tiling(rows);
-        for (int64_t t = 0; t < tiling.tiles; t++) {
+        const RowTiles tiling(rows, MAX_ROWS);
+        for (int64_t t = 0; t < tiling.count; t++) {
             const int64_t r = begin + tiling.begin(t);
             const int count = tiling.rows(t);
             score(tile, h, r, count, k);

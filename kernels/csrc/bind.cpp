@@ -109,15 +109,21 @@ int64_t first_outside(const int32_t *values, int64_t n, int64_t limit) {
 
 void call_linear(Address x, int64_t x_stride, int64_t m, Address weight, int format, int64_t n, int64_t k,
                  Address out, int64_t out_stride, bool accumulate) {
-    table().linear({at<float>(x), x_stride, m, {at<void>(weight), Format(format), n, k}, at<float>(out),
-                    out_stride, accumulate},
+    table().linear({at<float>(x),
+                    x_stride,
+                    m,
+                    {at<void>(weight), Format(format), n, k},
+                    at<float>(out),
+                    out_stride,
+                    accumulate},
                    threads);
 }
 
 int64_t call_embed(Address ids, int64_t m, Address weight, int format, int64_t n, int64_t k, Address out) {
     const int64_t wrong = first_outside(at<int32_t>(ids), m, n);
     if (wrong < 0)
-        table().embed({at<int32_t>(ids), m, {at<void>(weight), Format(format), n, k}, at<float>(out)}, threads);
+        table().embed({at<int32_t>(ids), m, {at<void>(weight), Format(format), n, k}, at<float>(out)},
+                      threads);
     return wrong;
 }
 
@@ -128,7 +134,8 @@ void call_pack(Address weight, int64_t n, int64_t k, Address out, int format) {
 void call_pack_codes(Address codes, Address scales, Address lows, int64_t n, int64_t k, Address out,
                      int format) {
     table().pack_codes(
-        {at<int8_t>(codes), at<float>(scales), at<float>(lows), n, k, at<void>(out), Format(format)}, threads);
+        {at<int8_t>(codes), at<float>(scales), at<float>(lows), n, k, at<void>(out), Format(format)},
+        threads);
 }
 
 void call_rms_norm(Address x, int64_t x_stride, int64_t m, int64_t heads, int64_t size, Address weight,
@@ -232,11 +239,20 @@ int64_t call_forward(const RegisteredModel &registered, int64_t m, Address ids, 
                      Address slots, Address slot_table, int64_t max_rows, int64_t max_len, Address rows,
                      Address starts, Address counts, int64_t num_rows, Address shared, int64_t shared_size,
                      Address hidden) {
-    const Forward args = {&registered.model(), m,
-                          at<int32_t>(ids),    at<int32_t>(positions), at<int32_t>(slots),
-                          at<int32_t>(slot_table), max_len,            at<int32_t>(rows),
-                          at<int32_t>(starts), at<int32_t>(counts),    num_rows,
-                          at<int32_t>(shared), shared_size,            at<float>(hidden)};
+    const Forward args = {&registered.model(),
+                          m,
+                          at<int32_t>(ids),
+                          at<int32_t>(positions),
+                          at<int32_t>(slots),
+                          at<int32_t>(slot_table),
+                          max_len,
+                          at<int32_t>(rows),
+                          at<int32_t>(starts),
+                          at<int32_t>(counts),
+                          num_rows,
+                          at<int32_t>(shared),
+                          shared_size,
+                          at<float>(hidden)};
     int64_t wrong = first_outside(args.ids, m, registered.vocab());
     if (wrong < 0) wrong = first_outside(args.positions, m, registered.max_length());
     if (wrong < 0) wrong = first_outside(args.slots, m, registered.num_slots());
@@ -259,9 +275,9 @@ int64_t call_forward(const RegisteredModel &registered, int64_t m, Address ids, 
 
 // -1, or the first draw with a row that does not exist, or n + the first row with a token that does not.
 int64_t call_sample(Address logits, int64_t rows, int64_t vocab, Address changes, Address penalties,
-                    Address source, int64_t n,
-                    Address temperature, Address top_k, Address top_p, Address min_p, Address seeds,
-                    Address choices, Address positions, Address ids, Address errors) {
+                    Address source, int64_t n, Address temperature, Address top_k, Address top_p,
+                    Address min_p, Address seeds, Address choices, Address positions, Address ids,
+                    Address errors) {
     const int64_t wrong = first_outside(at<int32_t>(source), n, rows);
     for (int64_t row = 0; changes && row < rows; row++) {
         const Change &change = at<Change>(changes)[row];
@@ -271,9 +287,9 @@ int64_t call_sample(Address logits, int64_t rows, int64_t vocab, Address changes
     }
     if (wrong < 0)
         table().sample({at<float>(logits), vocab, at<Change>(changes), at<float>(penalties),
-                        at<int32_t>(source), n, at<float>(temperature),
-                        at<int32_t>(top_k), at<float>(top_p), at<float>(min_p), at<int64_t>(seeds),
-                        at<int32_t>(choices), at<int32_t>(positions), at<int32_t>(ids), at<int32_t>(errors)},
+                        at<int32_t>(source), n, at<float>(temperature), at<int32_t>(top_k), at<float>(top_p),
+                        at<float>(min_p), at<int64_t>(seeds), at<int32_t>(choices), at<int32_t>(positions),
+                        at<int32_t>(ids), at<int32_t>(errors)},
                        threads);
     return wrong;
 }
@@ -285,10 +301,10 @@ int64_t call_logprobs(Address logits, int64_t rows, int64_t vocab, Address sourc
     if (wrong < 0) wrong = first_outside(at<int32_t>(ids), n, vocab);
     if (wrong < 0) wrong = first_outside(at<int32_t>(top), n, kmax + 1);
     if (wrong < 0)
-        table().logprobs({at<float>(logits), vocab, at<int32_t>(source), at<int32_t>(ids), at<int32_t>(top),
-                          n, kmax, at<float>(logprob), at<int32_t>(top_ids), at<float>(top_values),
-                          at<double>(norm)},
-                         threads);
+        table().logprobs(
+            {at<float>(logits), vocab, at<int32_t>(source), at<int32_t>(ids), at<int32_t>(top), n, kmax,
+             at<float>(logprob), at<int32_t>(top_ids), at<float>(top_values), at<double>(norm)},
+            threads);
     return wrong;
 }
 

@@ -1,7 +1,7 @@
 // Activations as integers: what rows of floats are rounded to before they meet a quantised weight.
 //
-// Each group of inputs, as long as the weight's groups, has a scale of its own, so that a row's codes depend on
-// that row alone. 16 bits lose about as much as a float's sum does (2 ** -16 of the group's largest).
+// Each group of inputs, as long as the weight's groups, has a scale of its own, so that a row's codes depend
+// on that row alone. 16 bits lose about as much as a float's sum does (2 ** -16 of the group's largest).
 #pragma once
 
 #include "elementwise.hpp"
@@ -41,7 +41,9 @@ inline void quantise_row(const float *x, int64_t k, const Codes &to, int64_t r) 
         const int64_t left = k - g * to.group;
         Vec top = zero(), wrong = zero();
         for (int64_t i = 0; i < to.group; i += LANES) {
-            const Vec v = left >= i + LANES ? load(from + i) : left > i ? load_part(from + i, (int)(left - i)) : zero();
+            const Vec v = left >= i + LANES ? load(from + i)
+                          : left > i        ? load_part(from + i, (int)(left - i))
+                                            : zero();
             top = max(top, max(v, sub(zero(), v)));
             wrong = add(wrong, sub(v, v));  // NaN if any is not finite
         }
@@ -49,7 +51,9 @@ inline void quantise_row(const float *x, int64_t k, const Codes &to, int64_t r) 
         const Vec inverse = set1(largest < SMALLEST_GROUP ? 0.0f : LARGEST_CODE / largest);
         Ints sum = izero();
         for (int64_t i = 0; i < to.group; i += LANES) {
-            const Vec v = left >= i + LANES ? load(from + i) : left > i ? load_part(from + i, (int)(left - i)) : zero();
+            const Vec v = left >= i + LANES ? load(from + i)
+                          : left > i        ? load_part(from + i, (int)(left - i))
+                                            : zero();
             const Ints code = round_ints(mul(v, inverse));
             store16(to.codes + r * to.row() + g * to.group + i, code);
             sum = iadd(sum, code);

@@ -41,7 +41,6 @@ void rms_norm(const Norm &args, int threads) {
     });
 }
 
-
 // x / (1 + e ** -y)
 SAPWOOD_INLINE Vec times_sigmoid(Vec x, Vec minus_y) { return div(x, add(set1(1.0f), exp(minus_y))); }
 

@@ -9,9 +9,9 @@
 // A quantised panel is [groups][16] scales, [groups][16] lows if the format has them, then [groups] of codes,
 // each of the three padded to 64 bytes. Codes are what the integer products take without a shuffle. Of q8,
 // each 64 bytes are [16 channels][4 inputs], these in the order 0 2 1 3, so that a lane's even and odd bytes
-// are the pairs (0, 1) and (2, 3). Of q4, each 64 bytes are [16 channels] words of 8 inputs; nibble s + 4 e of
-// a word is input e of pair (0 2 1 3)[s]: shifting by 4 s bares one pair, and the even and odd nibbles are the
-// bytes of the first and the second four inputs, in the order of q8.
+// are the pairs (0, 1) and (2, 3). Of q4, each 64 bytes are [16 channels] words of 8 inputs; nibble s + 4 e
+// of a word is input e of pair (0 2 1 3)[s]: shifting by 4 s bares one pair, and the even and odd nibbles are
+// the bytes of the first and the second four inputs, in the order of q8.
 #pragma once
 
 #include <string.h>
@@ -42,7 +42,7 @@ struct Quantised {
     }
     static int shift_of(int64_t i) { return BITS == 8 ? 0 : nibble_of(i % 8) % 2 * 4; }
 
-  private:
+private:
     static int64_t order_of_four(int64_t i) { return i == 1 ? 2 : i == 2 ? 1 : i; }
     static int64_t nibble_of(int64_t i) { return order_of_four(i / 2) + 4 * (i % 2); }
 };
@@ -111,8 +111,8 @@ void pack_panel(const PackCodes &args, int64_t panel) {
             char *words = out + Q::codes_at(args.k) + g * Q::GROUP_BYTES + c * 4;
             const int64_t size = least(Q::GROUP, args.k - g * Q::GROUP);
             for (int64_t i = 0; i < size; i += PER_WORD) {
-                const uint32_t word = size - i < PER_WORD ? word_of<Q>(codes + i, size - i)
-                                                          : word_of<Q>(codes + i, PER_WORD);
+                const uint32_t word =
+                    size - i < PER_WORD ? word_of<Q>(codes + i, size - i) : word_of<Q>(codes + i, PER_WORD);
                 memcpy(words + i / PER_WORD * 64, &word, sizeof word);
             }
         }
@@ -122,7 +122,8 @@ void pack_panel(const PackCodes &args, int64_t panel) {
 void pack_codes(const PackCodes &args, int threads) {
     const int64_t panels = ceil_div(args.n, PANEL);
     with_format(args.format, [&](auto q) {
-        share(threads, panels, fair_run(panels, threads), [&](int64_t panel) { pack_panel<decltype(q)>(args, panel); });
+        share(threads, panels, fair_run(panels, threads),
+              [&](int64_t panel) { pack_panel<decltype(q)>(args, panel); });
     });
 }
 

@@ -35,7 +35,8 @@ void codes_product(const Packed &weight, int64_t m, const Produce &produce, floa
         static thread_local Scratch row;
         quantise_row(produce(r, row.of<float>((size_t)weight.k)), weight.k, codes, r);
     });
-    linear_codes<Q>(codes, m, weight, out, out_stride, accumulate, threads_for(m * weight.n * weight.k / 8, threads));
+    linear_codes<Q>(codes, m, weight, out, out_stride, accumulate,
+                    threads_for(m * weight.n * weight.k / 8, threads));
 }
 
 // out [m, n] = or += the product of m produced rows with a weight.
@@ -89,9 +90,9 @@ struct Pass {
         from_norm(layer.qkv, layer.attn_norm, wide);
         finish_qkv(layer);
         const Attention attention = {
-            wide,       layer.k_pool, layer.v_pool,  model.kv_dtype, args.slot_table, args.table_stride,
-            args.rows,  args.starts,  args.counts,   args.num_rows,  model.hq,        model.hkv,
-            model.d,    layer.window, model.scale,   attended,       args.shared,     args.shared_size};
+            wide,      layer.k_pool, layer.v_pool, model.kv_dtype, args.slot_table, args.table_stride,
+            args.rows, args.starts,  args.counts,  args.num_rows,  model.hq,        model.hkv,
+            model.d,   layer.window, model.scale,  attended,       args.shared,     args.shared_size};
         attend(attention, threads);
         const int64_t width = model.hq * model.d;
         into_hidden(layer.out, layer.out_bias, layer.post_attn_norm,
@@ -109,7 +110,7 @@ struct Pass {
         });
     }
 
-  private:
+private:
     void from_norm(const Packed &weight, const float *norm, float *out) const {
         product(
             weight, args.m,
@@ -123,8 +124,8 @@ struct Pass {
     // Biases, the norms of heads, rotary positions, and K and V to the pool.
     void finish_qkv(const Layer &layer) const {
         const int64_t width = (model.hq + 2 * model.hkv) * model.d;
-        const Rope rope = {wide,         args.m,       args.positions,   args.slots,   layer.rope_table,
-                           model.hq,     model.hkv,    model.d,          layer.rotary, layer.k_pool,
+        const Rope rope = {wide,         args.m,        args.positions, args.slots,   layer.rope_table,
+                           model.hq,     model.hkv,     model.d,        layer.rotary, layer.k_pool,
                            layer.v_pool, model.kv_dtype};
         rows(width * 2, [&](int64_t r) {
             float *row = wide + r * width;
@@ -139,7 +140,8 @@ struct Pass {
 
     // Adds a branch's last product to the hidden states, after a norm of its own if it has one.
     template <class Produce>
-    void into_hidden(const Packed &weight, const float *bias, const float *norm, const Produce &produce) const {
+    void into_hidden(const Packed &weight, const float *bias, const float *norm,
+                     const Produce &produce) const {
         const int64_t size = model.hidden;
         if (!norm) {
             product(weight, args.m, produce, hidden, true, threads);

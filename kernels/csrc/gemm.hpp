@@ -15,21 +15,8 @@ constexpr int64_t CALL_ROWS = 1024;       // rows taken at a time, which bounds 
 constexpr int STREAM_AHEAD = 16 * PANEL;  // weights fetched ahead of those one row is multiplied with
 constexpr int64_t CONVERT_FROM = 4;       // tiles for which it pays to make floats of halves once
 
-// Writes the finished tile to its place in out; channels beyond n are not written.
-inline void emit(const Linear &args, const float *tile, int64_t tile_stride, int64_t row, int64_t rows,
-                 int64_t channel) {
-    int64_t width = least(tile_stride, args.weight.n - channel);
-    for (int64_t r = 0; r < rows; r++) {
-        float *out = args.out + (row + r) * args.out_stride + channel;
-        for (int64_t c = 0; c < width; c += LANES) {
-            Vec sum = load(tile + r * tile_stride + c);
-            int part = (int)(width - c);
-            if (part >= LANES)
-                store(out + c, args.accumulate ? add(load(out + c), sum) : sum);
-            else
-                store_part(out + c, args.accumulate ? add(load_part(out + c, part), sum) : sum, part);
-        }
-    }
+inline Sink sink_of(const Linear &args) {
+    return {args.out, args.out_stride, args.weight.n, args.accumulate};
 }
 
 inline const float *as_floats(const float *panels, int64_t, int, int, float *) { return panels; }
@@ -56,8 +43,9 @@ void linear_one_row(const Linear &args, int threads) {
         const Ahead soon = {weight + panel * panel_stride + STREAM_AHEAD, panel_stride * (int64_t)sizeof(W),
                             PANEL * (int)sizeof(W)};
         float tile[4 * PANEL];
-        micro[full](args.x, weight + panel * panel_stride, panel_stride, (int)args.weight.k, false, tile, 0, soon);
-        emit(args, tile, full ? wide * PANEL : PANEL, 0, 1, panel * PANEL);
+        micro[full](args.x, weight + panel * panel_stride, panel_stride, (int)args.weight.k, false, tile, 0,
+                    soon);
+        sink_of(args).emit(tile, full ? wide * PANEL : PANEL, 0, 1, panel * PANEL);
     });
 }
 
@@ -65,11 +53,11 @@ void linear_one_row(const Linear &args, int threads) {
 template <class W>
 struct Product {
     const Linear &args;
-    Tiling tiling;
+    RowTiles tiling;
     int64_t panels, pieces, piece, tiles_in_block, blocks, groups;
     int wide;
 
-    Product(const Linear &linear, int threads) : args(linear), tiling(linear.m) {
+    Product(const Linear &linear, int threads) : args(linear), tiling(linear.m, MAX_ROWS) {
         panels = ceil_div(args.weight.n, PANEL);
         pieces = ceil_div(args.weight.k, DEPTH);
         piece = ceil_div(args.weight.k, pieces);
@@ -78,8 +66,8 @@ struct Product {
         int64_t fit = most(1, BLOCK_BYTES / (int64_t)sizeof(float) / args.weight.k / tiling.rows(0));
         // Too few groups to share out evenly: cut the rows as well.
         int64_t want = ceil_div(4 * threads, groups);
-        tiles_in_block = most(1, least(fit, ceil_div(tiling.tiles, want)));
-        blocks = ceil_div(tiling.tiles, tiles_in_block);
+        tiles_in_block = most(1, least(fit, ceil_div(tiling.count, want)));
+        blocks = ceil_div(tiling.count, tiles_in_block);
     }
 
     // Where row r's part of piece p begins in the copy.
@@ -104,7 +92,7 @@ struct Product {
     // The product of one block of rows with `count` panels from `panel`.
     void compute(float *copy, int64_t block, int64_t panel, int count) const {
         static thread_local Scratch sums, converted;
-        const int64_t begin = block * tiles_in_block, end = least(begin + tiles_in_block, tiling.tiles);
+        const int64_t begin = block * tiles_in_block, end = least(begin + tiles_in_block, tiling.count);
         const int64_t first_row = tiling.begin(begin), rows = tiling.begin(end) - first_row;
         const int64_t width = count * PANEL, panel_stride = args.weight.k * PANEL;
         float *sum = sums.of<float>((size_t)(rows * width));
@@ -127,7 +115,7 @@ struct Product {
                                                                     width, next);
             }
         }
-        emit(args, sum, width, first_row, rows, panel * PANEL);
+        sink_of(args).emit(sum, width, first_row, rows, panel * PANEL);
     }
 
     void compute_group(float *copy, int64_t block, int64_t group) const {
@@ -145,9 +133,8 @@ void linear_rows(const Linear &args, int threads) {
     // Neighbouring groups go to one thread, so that what it fetches ahead is its own.
     const int run = (int)most(1, product.blocks * product.groups / (8 * threads));
     share(threads, args.m, fair_run(args.m, threads), [&](int64_t r) { product.copy_row(copy, r); });
-    share(threads, product.blocks * product.groups, run, [&](int64_t task) {
-        product.compute_group(copy, task / product.groups, task % product.groups);
-    });
+    share(threads, product.blocks * product.groups, run,
+          [&](int64_t task) { product.compute_group(copy, task / product.groups, task % product.groups); });
 }
 
 template <class W>

@@ -1,5 +1,6 @@
 // The kernels with AVX-512, and with AMX tiles where they are wanted. No header with inline functions of
-// external linkage may be included here: the linker could pick this file's copy for code that runs on any CPU.
+// external linkage may be included here: the linker could pick this file's copy for code that runs on any
+// CPU.
 #define SAPWOOD_ISA_AVX512 1
 #include "kernels.hpp"
 #include "qgemm_amx.hpp"

@@ -8,8 +8,8 @@
 namespace sapwood {
 namespace {
 
-const Table TABLE = {linear, embed,   pack,   pack_codes, rms_norm, gated_mul,
-                     rope_store, attend,  forward, sample,   logprobs, limit};
+const Table TABLE = {linear,     embed,  pack,    pack_codes, rms_norm, gated_mul,
+                     rope_store, attend, forward, sample,     logprobs, limit};
 
 }  // namespace
 }  // namespace sapwood

@@ -7,7 +7,7 @@ namespace sapwood {
 namespace {
 
 constexpr int64_t FETCH_AHEAD = 16 << 10;  // bytes: prefetchers of the hardware alone stop at page borders
-constexpr int CHAINS = 12;  // independent: enough for the latency of every unit
+constexpr int CHAINS = 12;                 // independent: enough for the latency of every unit
 
 // Multiply-adds of CHAINS vectors, nothing else.
 inline void multiply_floats(int64_t rounds) {

@@ -73,15 +73,12 @@ Micro<W> micro_for(int rows, int panels) {
     return nullptr;
 }
 
-// Rows split into tiles as even as possible, none above MAX_ROWS.
-struct Tiling {
-    int64_t tiles, small, extra;
+// Rows split into tiles as even as possible, none above `most_rows`.
+struct RowTiles {
+    int64_t count, small, extra;
 
-    explicit Tiling(int64_t rows) {
-        tiles = ceil_div(rows, MAX_ROWS);
-        small = rows / tiles;
-        extra = rows % tiles;
-    }
+    constexpr RowTiles(int64_t rows, int64_t most_rows)
+        : count(ceil_div(rows, most_rows)), small(rows / count), extra(rows % count) {}
     int64_t begin(int64_t tile) const { return tile * small + least(tile, extra); }
     int rows(int64_t tile) const { return (int)(small + (tile < extra)); }
 };

@@ -37,7 +37,7 @@ inline bool spin_for(const Done &done) {
 }
 
 class Pool {
-  public:
+public:
     ~Pool() { resize(1); }
 
     void resize(int threads) {
@@ -65,7 +65,9 @@ class Pool {
         // Opens the loop: whoever sees the new state sees the fields above.
         state_.store(((state_.load() >> 32) + 1) << 32 | OPEN, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst) > 0) {
-            { std::lock_guard<std::mutex> hold(sleep_); }
+            {
+                std::lock_guard<std::mutex> hold(sleep_);
+            }
             wake_.notify_all();
         }
         work();
@@ -74,7 +76,7 @@ class Pool {
         if (!spin_for([&] { return empty(); })) sleep_until_empty();
     }
 
-  private:
+private:
     // State: the loop's number in the high half, whether it takes threads in, and how many are inside.
     static constexpr uint64_t OPEN = 1ull << 31, INSIDE = OPEN - 1;
 
@@ -119,7 +121,9 @@ class Pool {
     void leave() {
         state_.fetch_sub(1, std::memory_order_seq_cst);
         if (caller_sleeps_.load(std::memory_order_seq_cst) && empty()) {
-            { std::lock_guard<std::mutex> hold(sleep_); }
+            {
+                std::lock_guard<std::mutex> hold(sleep_);
+            }
             emptied_.notify_one();
         }
     }

@@ -14,8 +14,8 @@ using Task = void (*)(const void *context, int64_t index);
 // Sets how many threads, the caller's included, later loops use. Not while a loop runs.
 void set_threads(int threads);
 
-// Calls task(context, i) for each i from 0 to count - 1, in runs of `run`, on up to `threads` threads; returns
-// when all are done. From a second thread at the same time, or from within a task, it runs alone.
+// Calls task(context, i) for each i from 0 to count - 1, in runs of `run`, on up to `threads` threads;
+// returns when all are done. From a second thread at the same time, or from within a task, it runs alone.
 void run_tasks(int threads, int64_t count, int64_t run, Task task, const void *context);
 
 // A run length that leaves a few runs for each thread: for tasks that are all alike.
@@ -28,7 +28,8 @@ static inline void share(int threads, int64_t count, int64_t run, const Body &bo
         for (int64_t i = 0; i < count; i++) body(i);
         return;
     }
-    run_tasks(threads, count, run, [](const void *context, int64_t i) { (*(const Body *)context)(i); }, &body);
+    run_tasks(
+        threads, count, run, [](const void *context, int64_t i) { (*(const Body *)context)(i); }, &body);
 }
 
 }  // namespace sapwood

@@ -118,7 +118,7 @@ struct PackedCodes {
             for (int i = 0; i < AT_ONCE; i++) add_step<R>(rows, sums);
     }
 
-  private:
+private:
     template <int R>
     SAPWOOD_MEMBER void add_step(RowPointers<R> &rows, Sums<R> &sums) {
         Ints words[TILE_VECS];
@@ -233,21 +233,11 @@ auto packed_tile_of(int64_t rows) -> decltype(&packed_tile<Q, R>) {
     return packed_tile<Q, R>;
 }
 
-// Rows split into tiles as even as possible, none above `most_rows`.
-struct RowTiles {
-    int64_t count, small, extra;
-
-    constexpr RowTiles(int64_t rows, int64_t most_rows)
-        : count((rows + most_rows - 1) / most_rows), small(rows / count), extra(rows % count) {}
-    int64_t begin(int64_t tile) const { return tile * small + least(tile, extra); }
-    int64_t rows(int64_t tile) const { return small + (tile < extra); }
-};
-
 // The smallest tile of any number of rows above MOST_PACKED.
 constexpr int64_t MOST_PACKED = PACKED_TILES * PACKED_ROWS;
 constexpr int64_t LEAST_WIDE_ROWS =
     least(RowTiles(MOST_PACKED + 1, WIDE_ROWS).small,
-          RowTiles(RowTiles(MOST_PACKED + 1, WIDE_ROWS).count * WIDE_ROWS + 1, WIDE_ROWS).small);
+          RowTiles(RowTiles(MOST_PACKED + 1, WIDE_ROWS).count *WIDE_ROWS + 1, WIDE_ROWS).small);
 
 template <class Q, int R = WIDE_ROWS>
 auto wide_tile_of(int64_t rows) -> decltype(&wide_tile<Q, R>) {
@@ -281,13 +271,13 @@ struct Sink {
     int64_t stride, n;
     bool accumulate;
 
-    // Writes sums [rows][TILE_WIDTH] to their place; channels beyond n are not written.
-    void emit(const float *sum, int64_t row, int64_t rows, int64_t channel) const {
+    // Writes sums [rows][width] to their place; channels beyond n are not written.
+    void emit(const float *sum, int64_t width, int64_t row, int64_t rows, int64_t channel) const {
         for (int64_t r = 0; r < rows; r++)
-            for (int64_t c = 0; c < least(TILE_WIDTH, n - channel); c += LANES) {
+            for (int64_t c = 0; c < least(width, n - channel); c += LANES) {
                 float *to = out + (row + r) * stride + channel + c;
                 const int64_t left = n - channel - c;
-                const Vec v = load(sum + r * TILE_WIDTH + c);
+                const Vec v = load(sum + r * width + c);
                 store_upto(to, accumulate ? add(load_upto(to, left), v) : v, left);
             }
     }
@@ -302,7 +292,7 @@ void linear_packed(const Codes &x, int64_t m, const Packed &weight, const Sink &
         for (int64_t t = 0; t < tiles.count; t++) {
             float sum[PACKED_ROWS * TILE_WIDTH] = {};
             packed_tile_of<Q>(tiles.rows(t))(x, tiles.begin(t), panels, sum, t == 0 ? panels.ahead() : 0);
-            sink.emit(sum, tiles.begin(t), tiles.rows(t), column * TILE_WIDTH);
+            sink.emit(sum, TILE_WIDTH, tiles.begin(t), tiles.rows(t), column * TILE_WIDTH);
         }
     });
 }
@@ -347,7 +337,7 @@ struct WideProduct {
                 wide_tile_of<Q>(tiles.rows(t))(x, tiles.begin(t), panels, g, end, wide,
                                                sum + (tiles.begin(t) - first_row) * TILE_WIDTH, soon, lines);
         }
-        sink.emit(sum, first_row, rows, column * TILE_WIDTH);
+        sink.emit(sum, TILE_WIDTH, first_row, rows, column * TILE_WIDTH);
     }
 };
 

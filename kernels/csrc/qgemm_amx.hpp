@@ -231,7 +231,7 @@ class TileProduct {
         int64_t left, block, piece;
     };
 
-  public:
+public:
     TileProduct(const Rows *rows, const Panels<Q> &panels, int64_t groups, int64_t blocks, Scratch &memory)
         : rows_(rows), panels_(panels), groups_(groups), blocks_(blocks) {
         char *at =
@@ -278,7 +278,7 @@ class TileProduct {
         tiles_end();
     }
 
-  private:
+private:
     static void shape_tiles() {
         TileShapes shapes;
         for (int tile = 0; tile < 8; tile++)
@@ -332,7 +332,8 @@ void multiply_tiles(const Codes &x, int64_t row, int64_t end, const Packed &weig
     constexpr int64_t ROWS = Tiles<Q>::ROWS;
     static thread_local Scratch memory;
     const int64_t blocks = ceil_div(end - row, ROWS), columns = ceil_div(weight.n, TILE_WIDTH);
-    Rows *rows = memory.of<Rows>((size_t)(blocks * x.groups));
+    // One more: of a single group, the tiles, two ahead, read one that is not there.
+    Rows *rows = memory.of<Rows>((size_t)(blocks * x.groups + 1));
     // Too few columns to share out evenly: cut the rows as well.
     const int64_t part = ceil_div(blocks, least(blocks, ceil_div(4 * threads, columns)));
     const int64_t tasks = columns * ceil_div(blocks, part);
@@ -354,7 +355,7 @@ void multiply_tiles(const Codes &x, int64_t row, int64_t end, const Packed &weig
                 for (int c = 0; c < TILE_WIDTH; c += LANES) prefetch_far(to + c);
         };
         product.run(soon, [&](int64_t block) {
-            sink.emit(product.sums(block), first(block), count(block), channel);
+            sink.emit(product.sums(block), TILE_WIDTH, first(block), count(block), channel);
         });
     });
 }

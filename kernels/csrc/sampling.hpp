@@ -183,7 +183,8 @@ inline const Ranked *last_kept(const Sample &args, int64_t i, float top, const W
         total = 0;
         for (int64_t j = 0; j < count; j++) total += weights.weights[ranked[j].id];
     } else {
-        ranked = ranking.reaching(nucleus_floor(weights, ranking, top, args.temperature[i], args.top_p[i]), &count);
+        ranked = ranking.reaching(nucleus_floor(weights, ranking, top, args.temperature[i], args.top_p[i]),
+                                  &count);
     }
     double sum = 0;
     int64_t last = 0;

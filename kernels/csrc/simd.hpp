@@ -17,11 +17,10 @@
 namespace sapwood {
 namespace {
 
-SAPWOOD_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
 // For what is needed only a tile later: past the first-level cache.
 SAPWOOD_INLINE void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
 
-SAPWOOD_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+SAPWOOD_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 SAPWOOD_INLINE constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 SAPWOOD_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 

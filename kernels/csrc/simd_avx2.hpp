@@ -28,7 +28,8 @@ SAPWOOD_INLINE Mask first(int n) { return _mm256_castsi256_ps(first_lanes(n)); }
 // Lane i where bit i is set.
 SAPWOOD_INLINE Mask mask_of(uint32_t bits) {
     const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), lanes), lanes));
+    return _mm256_castsi256_ps(
+        _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), lanes), lanes));
 }
 
 // Keeps a value in its register, and the compiler from knowing it.

@@ -104,7 +104,9 @@ SAPWOOD_INLINE Ints iadd(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 // Rounded to nearest, ties to even.
 SAPWOOD_INLINE Ints round_ints(Vec v) { return _mm512_cvtps_epi32(v); }
 // What fits in 16 bits, as LANES of them.
-SAPWOOD_INLINE void store16(int16_t *p, Ints a) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(a)); }
+SAPWOOD_INLINE void store16(int16_t *p, Ints a) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(a));
+}
 SAPWOOD_INLINE int32_t isum(Ints a) { return _mm512_reduce_add_epi32(a); }
 
 SAPWOOD_INLINE float to_float(half h) { return _cvtsh_ss(h); }

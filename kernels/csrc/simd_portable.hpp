@@ -139,7 +139,9 @@ SAPWOOD_INLINE int32_t as_pair(int32_t low, int32_t high) {
     return (int32_t)((uint32_t)(low & 0xffff) | (uint32_t)high << 16);
 }
 // Each lane's even, or odd, bytes as a pair.
-SAPWOOD_INLINE Ints even_bytes(Ints a) { SAPWOOD_INTS(as_pair((int8_t)a.lane[i], (int8_t)(a.lane[i] >> 16))); }
+SAPWOOD_INLINE Ints even_bytes(Ints a) {
+    SAPWOOD_INTS(as_pair((int8_t)a.lane[i], (int8_t)(a.lane[i] >> 16)));
+}
 SAPWOOD_INLINE Ints odd_bytes(Ints a) {
     SAPWOOD_INTS(as_pair((int8_t)(a.lane[i] >> 8), (int8_t)(a.lane[i] >> 24)));
 }
@@ -172,10 +174,10 @@ SAPWOOD_INLINE float value(float x) { return x; }
 SAPWOOD_INLINE float value(half x) { return to_float(x); }
 
 // to[i * stride + j] = from[j][i] for i, j < 8.
-template <class From, class To>
-SAPWOOD_INLINE void transpose8(const From *const from[8], To *to, int stride) {
+template <class To>
+SAPWOOD_INLINE void transpose8(const float *const from[8], To *to, int stride) {
     for (int i = 0; i < 8; i++)
-        for (int j = 0; j < 8; j++) assign(to[(int64_t)i * stride + j], value(from[j][i]));
+        for (int j = 0; j < 8; j++) assign(to[(int64_t)i * stride + j], from[j][i]);
 }
 
 // to[i * stride + j] = from[j][i] for i < 16, j < 8.

@@ -13,19 +13,14 @@ namespace {
 SAPWOOD_INLINE __m256 load_pair(const float *low, const float *high) {
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
 }
-SAPWOOD_INLINE __m256 load_pair(const half *low, const half *high) {
-    __m128i both = _mm_castps_si128(
-        _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)low)), (const __m64 *)high));
-    return _mm256_cvtph_ps(both);
-}
 SAPWOOD_INLINE void store8(float *p, __m256 v) { _mm256_storeu_ps(p, v); }
 SAPWOOD_INLINE void store8(half *p, __m256 v) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 // to[i * stride + j] = from[j][i] for i, j < 8.
-template <class From, class To>
-SAPWOOD_INLINE void transpose8(const From *const from[8], To *to, int stride) {
+template <class To>
+SAPWOOD_INLINE void transpose8(const float *const from[8], To *to, int stride) {
 #pragma GCC unroll 2
     for (int i = 0; i < 8; i += 4) {
         __m256 a = load_pair(from[0] + i, from[4] + i), b = load_pair(from[1] + i, from[5] + i);

@@ -86,7 +86,7 @@ def pack(weight: Tensor, format: str) -> PackedWeight:
     """Pack `weight` (float32 [n, k]) as "float32" or "float16", which rounds to nearest even."""
     expect("weight", weight, torch.float32, -1, -1)
     if FORMATS[format].dtype is None:
-        raise ValueError(f"floats are packed as float32 or float16, not {format}; see quantise()")
+        raise ValueError(f"floats are packed as float32 or float16, not {format}; see pack_codes()")
     packed = PackedWeight(weight.shape[0], weight.shape[1], format)
     kernels().pack(weight.data_ptr(), packed.n, packed.k, packed.data.data_ptr(), packed.code)
     return packed

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from sapwood.srt.errors import ModelError
 
@@ -28,7 +29,7 @@ def kept(folder: Path, label: str, make: Callable[[], str]) -> Path:
         return target
     text = make()
     try:
-        _write(target, text)
+        put(target, lambda file: file.write(text.encode()))
     except OSError as e:
         raise ModelError(
             f"cannot keep a tokenizer in {folder}: {e}; set SAPWOOD_CACHE to a folder that can"
@@ -36,13 +37,15 @@ def kept(folder: Path, label: str, make: Callable[[], str]) -> Path:
     return target
 
 
-def _write(target: Path, text: str) -> None:
-    """Put the whole text at `target` or nothing, whoever else does the same."""
+def put(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
+    """Put all that `fill` writes at `target` or nothing, whoever else does the same. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.stem}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)

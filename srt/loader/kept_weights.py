@@ -14,19 +14,17 @@ import hashlib
 import json
 import logging
 import mmap
-import os
 import struct
-import tempfile
 import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from sapwood.kernels.ops.gemm import FORMATS, PackedWeight, pack_codes
-from sapwood.srt.loader.kept import label_of
+from sapwood.srt.loader.kept import label_of, put
 
 VERSION = 1
 """Raise it when other codes are made of the same files."""
@@ -38,6 +36,9 @@ _SMALLEST = 8 * 2**20
 """Bytes below which packing again takes no time to speak of."""
 _ABANDONED = 3600.0
 """Seconds after which a half-written file was left by a process that is gone."""
+
+_ODD = (OSError, ValueError, KeyError, TypeError, struct.error)
+"""What reading a file raises that is not one of these, or not whole."""
 
 _log = logging.getLogger("sapwood")
 
@@ -62,6 +63,11 @@ class KeptWeights:
         """Whether there was a file to map."""
         return bool(self._found)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes mapped from the file: the system counts them as free memory that it can have back."""
+        return sum(weight.nbytes for weight in self._found.values())
+
     def get(self, names: Sequence[str]) -> PackedWeight | None:
         """The weight of these matrices, mapped from the file; None if it is not there."""
         return self._found.get(" ".join(names))
@@ -77,7 +83,6 @@ class KeptWeights:
         if size < _SMALLEST or all(name in self._found for name in self._used):
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             _sweep(self.path)
             _write(self.path, {"label": self._label, "files": self._files}, self._used)
         except OSError as e:
@@ -100,16 +105,16 @@ def _read(path: Path, label: list[Any]) -> dict[str, PackedWeight]:
         data, header, start = _open(path)
         if header["label"] != label or len(data) != start + header["size"]:
             raise ValueError("it is cut short, or belongs to other files or another version")
+        weights = {}
+        for name, (format, n, k, begin, end) in dict(header["weights"]).items():
+            panels = torch.frombuffer(data, dtype=torch.uint8, count=end - begin, offset=start + begin)
+            weights[name] = PackedWeight(n, k, format, panels.view(-(-n // 16), -1))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, struct.error) as e:
-        _log.debug("%s is made again: %s", path, e)
+    except _ODD as e:
+        _log.debug("%s is made again: %r", path, e)
         return {}
     data.madvise(mmap.MADV_WILLNEED)
-    weights = {}
-    for name, (format, n, k, begin, end) in header["weights"].items():
-        panels = torch.frombuffer(data, dtype=torch.uint8, count=end - begin, offset=start + begin)
-        weights[name] = PackedWeight(n, k, format, panels.view(-(-n // 16), -1))
     return weights
 
 
@@ -122,7 +127,7 @@ def _sweep(path: Path) -> None:
         try:
             _data, header, _start = _open(other)
             gone = not all(Path(file).exists() for file in header["files"])
-        except (OSError, ValueError, struct.error):
+        except _ODD:
             continue
         if gone:
             other.unlink(missing_ok=True)
@@ -135,20 +140,15 @@ def _write(path: Path, about: dict[str, Any], weights: dict[str, PackedWeight]) 
         places[name] = weight.format, weight.n, weight.k, end, end + weight.nbytes
         end = _aligned(end + weight.nbytes)
     header = json.dumps({**about, "size": end, "weights": places}).encode()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_HEAD.pack(_MAGIC, len(header), zlib.crc32(header)) + header)
-            for weight in weights.values():
-                file.write(bytes(-file.tell() % _ALIGNMENT))
-                file.write(weight.data.numpy().data)
+
+    def fill(file: IO[bytes]) -> None:
+        file.write(_HEAD.pack(_MAGIC, len(header), zlib.crc32(header)) + header)
+        for weight in weights.values():
             file.write(bytes(-file.tell() % _ALIGNMENT))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+            file.write(weight.data.numpy().data)
+        file.write(bytes(-file.tell() % _ALIGNMENT))
+
+    put(path, fill)
 
 
 def _aligned(size: int) -> int:

@@ -24,6 +24,7 @@ _SHOWN = 5
 _ROWS = 1024
 """Of two matrices that are compared, at a time."""
 _NOTED = {"BF16": "BF16: float16 would cut its range"}
+"""Why what is stored as it is takes the format that it takes."""
 _BUFFERS = "rotary_emb.inv_freq"
 """Old checkpoints store this table; it is always computed."""
 
@@ -82,11 +83,10 @@ class Weights:
             weight = pack_matrices([self._reader.matrix(name) for name in names], storage)
         if self._kept:
             self._kept.add(names, weight)
-        self._packed.append((weight, {self._reader.kind(name) for name in names}))
+        noted = _NOTED if storage == "stored" else {}
+        kinds = (self._reader.kind(name) for name in names)
+        self._packed.append((weight, {noted.get(kind, kind) for kind in kinds}))
         return weight
-
-    def embedding(self, name: str, storage: Storage) -> PackedWeight:
-        return self.linear([name], storage)
 
     def vector(self, name: str) -> Tensor:
         return self._reader.read(name)
@@ -103,9 +103,9 @@ class Weights:
         for weight, own in self._packed:
             sizes[weight.format] += weight.nbytes
             kinds.setdefault(weight.format, set()).update(own)
-        noted = {name: ", ".join(_NOTED.get(k, k) for k in sorted(own)) for name, own in kinds.items()}
         return ", ".join(
-            f"{name} {size / 2**20:.0f} MiB ({noted[name]})" for name, size in sizes.most_common()
+            f"{name} {size / 2**20:.0f} MiB ({', '.join(sorted(kinds[name]))})"
+            for name, size in sizes.most_common()
         )
 
 

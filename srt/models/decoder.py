@@ -80,7 +80,7 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec, weights: WeightSource, storage: Storage, max_length: int) -> None:
         self.spec = spec
-        self.embedding = weights.embedding(EMBEDDING, storage)
+        self.embedding = weights.linear([EMBEDDING], storage)
         table = _table(spec, spec.rope, max_length)
         local_table = _table(spec, spec.local_rope, max_length) if spec.local_rope else table
         self.layers = [
@@ -91,13 +91,6 @@ class Decoder:
         own_head = not spec.tied or HEAD in weights.names()
         self._head = weights.linear([HEAD], storage) if own_head else self.embedding
         self._buffers: dict[str, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed matrices."""
-        packed = [w for la in self.layers for w in (la.qkv, la.out, la.gate_up, la.down)]
-        packed += [self.embedding] if self._head is self.embedding else [self.embedding, self._head]
-        return sum(weight.nbytes for weight in packed)
 
     def forward(self, batch: Batch, pool: KvPool, attend: Attend) -> Tensor:
         """Run all layers, filling the pool: the hidden states, float32 [m, hidden], before the final norm.

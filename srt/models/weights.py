@@ -24,8 +24,5 @@ class WeightSource(Protocol):
     def linear(self, names: Sequence[str], storage: Storage) -> PackedWeight:
         """The rows of these matrices one after another, as one weight."""
 
-    def embedding(self, name: str, storage: Storage) -> PackedWeight:
-        """One matrix, both for looking up rows and for multiplying."""
-
     def vector(self, name: str) -> Tensor:
         """A float32 vector of its own memory."""

@@ -12,6 +12,7 @@ from sapwood.kernels.ops.activation import ACTIVATIONS
 from sapwood.kernels.ops.expect import DTYPE_CODES, expect
 from sapwood.kernels.ops.gemm import PackedWeight
 from sapwood.srt.models.decoder import Batch, Decoder, DecoderLayer, KvPool
+from sapwood.srt.models.spec import DecoderSpec
 
 
 class FusedForward:
@@ -25,6 +26,7 @@ class FusedForward:
         self._slot_table = slot_table
         self._hidden = torch.empty((0, decoder.spec.hidden))
         spec, k = decoder.spec, pool.k[0]
+        max_length = decoder.layers[0].table.shape[0]
         self._model = kernels().Model(
             {
                 "hidden": spec.hidden,
@@ -37,8 +39,8 @@ class FusedForward:
                 "embed_scale": spec.embed_scale,
                 "activation": ACTIVATIONS[spec.activation],
                 "kv_dtype": DTYPE_CODES[k.dtype],
-                "embedding": _packed(decoder.embedding),
-                "max_length": decoder.layers[0].table.shape[0],
+                "embedding": _packed("embedding", decoder.embedding, spec.vocab, spec.hidden),
+                "max_length": max_length,
                 "num_slots": k.shape[0],
             }
         )
@@ -46,7 +48,7 @@ class FusedForward:
             for name, part in (("k", pool.k[index]), ("v", pool.v[index])):
                 expect(name, part, k.dtype, k.shape[0], spec.kv_heads, spec.head_dim)
             self._model.add_layer(
-                _layer(layer)
+                _layer(spec, layer, max_length)
                 | {
                     "window": min(spec.window(index), slot_table.shape[1]),
                     "k_pool": pool.k[index].data_ptr(),
@@ -80,23 +82,41 @@ class FusedForward:
         return self._hidden[:m]
 
 
-def _packed(weight: PackedWeight) -> tuple[int, int, int, int]:
-    return weight.data.data_ptr(), weight.code, weight.n, weight.k
+def _packed(name: str, weight: PackedWeight, n: int, k: int) -> tuple[int, int, int, int]:
+    if (weight.n, weight.k) != (n, k):
+        raise ValueError(f"the weight {name} must be [{n}, {k}], got [{weight.n}, {weight.k}]")
+    return weight.data.data_ptr(), weight.code, n, k
 
 
-def _layer(layer: DecoderLayer) -> dict[str, Any]:
-    def at(tensor: Tensor | None) -> int:
+def _layer(spec: DecoderSpec, layer: DecoderLayer, max_length: int) -> dict[str, Any]:
+    """The addresses of a layer; ValueError where a shape is not the one that C++ takes it to have."""
+
+    def at(name: str, tensor: Tensor | None, *shape: int) -> int:
         if tensor is None:
             return 0
-        expect("a vector of a layer", tensor, torch.float32, *tensor.shape)
+        expect(name, tensor, torch.float32, *shape)
         return tensor.data_ptr()
 
-    vectors: dict[str, Any] = {
-        name: at(getattr(layer, name))
-        for name in (
-            "attn_norm", "q_norm", "k_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm",
-            "qkv_bias", "out_bias", "gate_up_bias", "down_bias",
-        )
-    }  # fmt: skip
-    weights = {name: _packed(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
-    return vectors | weights | {"rope_table": at(layer.table), "rotary": layer.table.shape[1]}
+    hidden, inner, attended = spec.hidden, spec.intermediate, spec.q_heads * spec.head_dim
+    sizes = {
+        "attn_norm": hidden,
+        "q_norm": spec.head_dim,
+        "k_norm": spec.head_dim,
+        "post_attn_norm": hidden,
+        "mlp_norm": hidden,
+        "post_mlp_norm": hidden,
+        "qkv_bias": spec.qkv_width,
+        "out_bias": hidden,
+        "gate_up_bias": 2 * inner,
+        "down_bias": hidden,
+    }
+    shapes = {
+        "qkv": (spec.qkv_width, hidden),
+        "out": (hidden, attended),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+    vectors: dict[str, Any] = {name: at(name, getattr(layer, name), size) for name, size in sizes.items()}
+    weights = {name: _packed(name, getattr(layer, name), *shape) for name, shape in shapes.items()}
+    table = at("rope_table", layer.table, max_length, spec.rotary)
+    return vectors | weights | {"rope_table": table, "rotary": spec.rotary}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 
@@ -12,6 +14,7 @@ from sapwood.srt.errors import ConfigError
 CONTEXTS_BY_DEFAULT = 4
 """Unless a number or a share is asked for, the pool holds this many full contexts, if memory allows."""
 SHARE_BY_DEFAULT = 0.5
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
 class KvPool:
@@ -29,17 +32,26 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.zeros(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
+def choose_dtype(asked: str, formats: Collection[str]) -> torch.dtype:
+    """What K and V are stored as: `asked`; for "auto" float32 if all weights' `formats` are, else float16."""
+    auto = "float32" if set(formats) == {"float32"} else "float16"
+    return DTYPES[auto if asked == "auto" else asked]
+
+
 def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of K and V of one token in every layer."""
     return 2 * layers * kv_heads * head_dim * dtype.itemsize
 
 
-def choose_slots(config: Config, context_length: int, bytes_per_slot: int) -> tuple[int, str]:
+def choose_slots(
+    config: Config, context_length: int, bytes_per_slot: int, mapped: int = 0
+) -> tuple[int, str]:
     """(number of slots, why): what was asked for, else a few contexts, and no more than half the free memory.
 
+    `mapped` bytes of weights lie in memory that the system calls free, and are not free to us.
     Raises ConfigError if what was asked for does not fit in the machine's free memory.
     """
-    free = free_memory()
+    free = max(free_memory() - mapped, 0)
     if config.max_total_tokens is not None:
         need = config.max_total_tokens * bytes_per_slot
         if need > free:

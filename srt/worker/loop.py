@@ -19,11 +19,9 @@ from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.weights import Storage
 from sapwood.srt.worker.attention.reference import ReferenceForward
 from sapwood.srt.worker.fused import FusedForward
-from sapwood.srt.worker.kv_pool import KvPool, choose_slots, slot_bytes
+from sapwood.srt.worker.kv_pool import KvPool, choose_dtype, choose_slots, slot_bytes
 from sapwood.srt.worker.runner import Runner
 from sapwood.srt.worker.token_pool import TokenPool
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
 def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, dict[str, str]]:
@@ -38,11 +36,10 @@ def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, di
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     spec = spec_of(source.config)
-    decoder, weights, why_stored = _load(config, source)
-    kv_auto = "float32" if weights.formats == {"float32"} else "float16"
-    kv_dtype = DTYPES[kv_auto if config.kv_cache_dtype == "auto" else config.kv_cache_dtype]
+    decoder, weights, why_stored, mapped = _load(config, source)
+    kv_dtype = choose_dtype(config.kv_cache_dtype, weights.formats)
     each = slot_bytes(spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
-    num_slots, why = choose_slots(config, source.context_length, each)
+    num_slots, why = choose_slots(config, source.context_length, each, mapped)
     pool = KvPool(num_slots, spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
     tokens = TokenPool(
         config.max_running_requests,
@@ -63,8 +60,8 @@ def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, di
     return Runner(decoder, forward, tokens), pool, facts
 
 
-def _load(config: Config, source: ModelSource) -> tuple[Decoder, Weights, str]:
-    """The model, its weights, and why these are stored as they are."""
+def _load(config: Config, source: ModelSource) -> tuple[Decoder, Weights, str, int]:
+    """The model, its weights, why these are stored as they are, and how many bytes of them are mapped."""
     storage, why = _storage(config)
     kept = None
     if config.weight_cache and source.files:
@@ -74,7 +71,7 @@ def _load(config: Config, source: ModelSource) -> tuple[Decoder, Weights, str]:
     decoder = Decoder(spec_of(source.config), weights, storage, source.context_length)
     if kept is not None:
         kept.save()
-    return decoder, weights, why
+    return decoder, weights, why, kept.nbytes if kept else 0
 
 
 def _storage(config: Config) -> tuple[Storage, str]:

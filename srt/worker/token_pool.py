@@ -122,4 +122,4 @@ class TokenPool:
         self.changes[row] = change
         self.change[row] = change.fields
         self.penalties[row] = change.penalties
-        self.banned_before[row] = start.prompt_len + params.min_tokens
+        self.banned_before[row] = min(start.prompt_len + params.min_tokens, np.iinfo(np.int32).max)

@@ -40,7 +40,8 @@ class FakeMachine:
             ("cgroup", f"{0 if version == 2 else 4}:{controllers}:{path}"),
         ):
             table = self.proc / "self" / name
-            table.write_text(table.read_text() + line + "\n")
+            with table.open("ab") as lines:
+                lines.write(os.fsencode(line + "\n"))
 
 
 @pytest.fixture
@@ -119,6 +120,13 @@ def test_a_container_sees_only_its_own_part(fake: FakeMachine, root: str, path: 
     assert found[0] == top / folder
     assert found[-1] == top
     assert len(found) == 1 + len(Path(folder).parts)
+
+
+def test_paths_need_not_be_utf_8(fake: FakeMachine) -> None:
+    fake.mount("caf\udce9", 2, "/d\udce9j\udce0")
+    assert b"/caf\xe9 " in (fake.proc / "self/mountinfo").read_bytes()
+    fake.put_all("caf\udce9/d\udce9j\udce0", cpu_max="50000 100000")
+    assert cpu_quota(fake.proc) == 0.5
 
 
 def test_another_controllers_hierarchy_does_not_count(fake: FakeMachine) -> None:

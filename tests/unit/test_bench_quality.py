@@ -179,6 +179,13 @@ def test_ours_and_the_reference_score_alike(tmp_path: Path) -> None:
         torch.testing.assert_close(ours.logits(ids), reference.logits(ids), atol=1e-4, rtol=1e-4)
 
 
+def test_k_and_v_are_stored_as_the_worker_does(tmp_path: Path) -> None:
+    source = source_of(tiny_llama(tmp_path / "model"))
+    wide, narrow = torch.float32, torch.float16
+    modes = [Mode("stored"), Mode("float32"), Mode("w8"), Mode("stored", "float16"), Mode("w8", "float32")]
+    assert [Ours(source, m, 64, 1).kv_dtype for m in modes] == [wide, wide, narrow, narrow, wide]
+
+
 def test_modes_are_every_pair_and_unknown_ones_are_named() -> None:
     names = [m.name for m in chosen_modes("stored,float32", "auto,float16")]
     assert names == ["stored", "stored, kv float16", "float32", "float32, kv float16"]

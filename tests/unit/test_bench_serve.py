@@ -57,6 +57,7 @@ def test_an_answer_reads_the_same_however_it_is_cut() -> None:
         assert (answer.error, answer.text) == (None, "Grüße 0\r\n\r\n")
         assert (answer.tokens, answer.counted, answer.prompt_tokens, answer.cached) == (7, True, 9, 4)
     assert [i for i in range(len(HEAD), len(RAW) + 1) if is_whole(RAW[:i])] == [len(RAW)]
+    assert not is_whole(HEAD + b"zz\r\n0\r\n\r\n")
 
 
 def test_text_has_the_time_of_the_piece_that_made_it_whole() -> None:
@@ -89,7 +90,15 @@ def test_events_across_chunks_without_counts_and_without_chunks() -> None:
         (b"", "closed"),
         (b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nfull", "status 429: full"),
         (HEAD + chunk(EVENTS[1]), "broke off"),
-        (HEAD + b"zz\r\n", "malformed"),
+        (HEAD + b"zz\r\n", "malformed chunked"),
+        (b"HTTP/1.1\r\n\r\n", "malformed status line"),
+        (b"HTTP/1.1 \xff\r\n\r\n", "malformed status line"),
+        (b"220 mail ready\r\n\r\n", "malformed status line"),
+        (HEAD + chunk(b"data: {oops\n\n"), "malformed event"),
+        (HEAD + chunk(b"data: \xff\n\n"), "malformed event"),
+        (HEAD + chunk(b"data: [1]\n\n"), "malformed event"),
+        (HEAD + chunk(event(choices=[7])), "malformed event"),
+        (HEAD + chunk(event(choices=[{"text": 7}])), "malformed event"),
         (HEAD + chunk(event(error={"message": "out of slots"})), "out of slots"),
     ],
 )

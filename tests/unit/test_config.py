@@ -131,10 +131,13 @@ def test_a_chunk_of_no_tokens_is_refused() -> None:
 
 
 def test_two_storages_at_once_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--quantization w8 and --dtype float16 both say") as caught:
-        parse("--dtype", "half", "-q", "w8")
-    assert caught.value.param == "quantization"
-    assert parse("--quantization", "gguf", "--dtype", "float16").dtype == "float16"
+    for quantization in ("w8", "gguf"):
+        told = f"--quantization {quantization} and --dtype float16 both say"
+        with pytest.raises(ConfigError, match=told) as caught:
+            parse("--dtype", "half", "-q", quantization)
+        assert caught.value.param == "quantization"
+    assert parse("--quantization", "gguf", "--dtype", "auto").quantization == "gguf"
+    assert parse("--quantization", "none", "--dtype", "float16").dtype == "float16"
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from sapwood.srt.loader.kept_weights import KeptWeights
 from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.models.spec import EMBEDDING
 from sapwood.srt.models.weights import Storage
+from sapwood.srt.worker import kv_pool
 from sapwood.srt.worker.loop import make_runner
 from tests.gguf_files import tiny_gguf
 from tests.models import source_of, tiny_llama
@@ -81,6 +84,7 @@ def test_the_second_start_maps_what_the_first_packed(
 ) -> None:
     first, packed = start(tmp_path / "c", source)
     assert not first.is_found
+    assert first.nbytes == 0
     (file,) = (tmp_path / "c").iterdir()
     assert file == first.path
     written = file.read_bytes()
@@ -88,6 +92,7 @@ def test_the_second_start_maps_what_the_first_packed(
     forbid_packing(monkeypatch)
     second, again = start(tmp_path / "c", source)
     assert second.is_found
+    assert second.nbytes == sum(w.nbytes for w in packed if w.format != "float16")
     assert equal(packed, again)
     assert all(w.data.data_ptr() % 64 == 0 for w in again)
     assert file.read_bytes() == written
@@ -109,6 +114,18 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
+def rewrite(file: Path, change: Callable[[Any], object]) -> None:
+    """Give the file another header, whole and with the right sum."""
+    data = file.read_bytes()
+    magic, length, _crc = kept_weights._HEAD.unpack_from(data)
+    size = kept_weights._HEAD.size
+    header = json.loads(data[size : size + length])
+    text = json.dumps(change(header)).encode()
+    head = kept_weights._HEAD.pack(magic, len(text), zlib.crc32(text)) + text
+    begin = kept_weights._aligned(size + length)
+    file.write_bytes(head + bytes(-len(head) % 64) + data[begin:])
+
+
 SPOILT: dict[str, Callable[[Path], object]] = {
     "empty": lambda file: file.write_bytes(b""),
     "a few bytes": lambda file: file.write_bytes(file.read_bytes()[:10]),
@@ -120,6 +137,14 @@ SPOILT: dict[str, Callable[[Path], object]] = {
     "another sum": lambda file: flip(file, 12),
     "another header": lambda file: flip(file, 60),
     "zeros": lambda file: file.write_bytes(bytes(len(file.read_bytes()))),
+    "no label": lambda file: rewrite(file, lambda h: {k: h[k] for k in h if k != "label"}),
+    "no weights": lambda file: rewrite(file, lambda h: {k: h[k] for k in h if k != "weights"}),
+    "a list": lambda file: rewrite(file, lambda h: list(h.values())),
+    "a number": lambda file: rewrite(file, lambda h: 7),
+    "weights in a list": lambda file: rewrite(file, lambda h: h | {"weights": list(h["weights"])}),
+    "a weight of one number": lambda file: rewrite(file, lambda h: h | {"weights": {"x": 1}}),
+    "a weight of texts": lambda file: rewrite(file, lambda h: h | {"weights": {"x": ["q4", *"abcd"]}}),
+    "files that are none": lambda file: rewrite(file, lambda h: h | {"label": 0, "files": 7}),
 }
 
 
@@ -137,6 +162,9 @@ def test_a_damaged_file_is_made_again(
     assert "is made again" in caplog.text
     assert equal(packed, remade)
     assert kept.path.read_bytes() == written
+    SPOILT[how](kept.path)
+    kept_weights._sweep(tmp_path / "c" / "other.weights")
+    assert kept.path.exists()
 
 
 def test_another_file_layout_or_version_is_not_mistaken_for_it(
@@ -295,3 +323,19 @@ def test_the_worker_says_how_weights_are_stored_and_why(
         assert facts["weights"] == fact + again
         assert f"({kv})" in facts["kv pool"]
     assert (tmp_path / "cache" / "weights").exists() is kept
+
+
+def test_mapped_weights_are_no_free_memory_for_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAPWOOD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kv_pool, "free_memory", lambda: 2**20)
+    config = make(
+        model_path=str(tiny_llama(tmp_path / "hf")), quantization="w8", mem_fraction_static=0.5, num_threads=1
+    )
+    source = sources.resolve(config)
+    slots = [make_runner(config, source)[1].num_slots for _ in range(2)]
+    mapped = KeptWeights(tmp_path / "cache" / "weights", source.files, "w8").nbytes
+    assert mapped > 50_000
+    each = 2 * 2 * 2 * 16 * 2  # K and V, layers, heads, head_dim, float16
+    assert slots == [2**20 // 2 // each, (2**20 - mapped) // 2 // each]

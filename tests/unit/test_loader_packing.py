@@ -92,11 +92,11 @@ def test_what_is_quantised_already_is_refused(tmp_path: Path, storage: Storage) 
     weights = open_weights(source_of(tmp_path / "q.gguf", skip_tokenizer_init=True))
     told = f"--quantization {storage} .*{EMBEDDING} is Q4_1 already"
     with pytest.raises(ConfigError, match=told) as raised:
-        weights.embedding(EMBEDDING, storage)
+        weights.linear([EMBEDDING], storage)
     assert raised.value.param == "quantization"
     tiny_gguf(tmp_path / "f.gguf", kind="f16")
     weights = open_weights(source_of(tmp_path / "f.gguf", skip_tokenizer_init=True))
-    assert weights.embedding(EMBEDDING, storage).format == {"w8": "q8", "w4": "q4"}[storage]
+    assert weights.linear([EMBEDDING], storage).format == {"w8": "q8", "w4": "q4"}[storage]
 
 
 def test_quantization_gguf_asks_for_a_gguf(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_dummy_weights_have_every_storage(tmp_path: Path, monkeypatch: pytest.Mo
         "w8": ("q8", 1e-2), "w4": ("q4", 0.1),
     }  # fmt: skip
     for storage, (format, bound) in storages.items():
-        packed = weights.embedding(EMBEDDING, storage)
+        packed = weights.linear([EMBEDDING], storage)
         assert packed.format == format
         error = (packed.unpack() - exact).norm() / exact.norm()
         assert error == 0 if not bound else 0 < error < bound, storage
@@ -146,7 +146,6 @@ def test_the_packaged_model_is_computed_on_as_it_is_stored() -> None:
     stored = Decoder(spec_of(source.config), weights, "stored", 512)
     assert weights.formats == {"q4", "q8"}
     assert weights.summary() == "q4 63 MiB (Q4_1), q8 29 MiB (Q8_0)"
-    assert stored.nbytes < 100e6
     floats = Decoder(spec_of(source.config), weights, "float32", 512)
     for name in (EMBEDDING, "model.layers.5.self_attn.q_proj.weight", "model.layers.9.mlp.down_proj.weight"):
         assert torch.equal(weights.linear([name], "stored").unpack(), weights.vector(name)), name

@@ -53,7 +53,7 @@ def test_joint_matrices_are_the_rows_one_after_another(tmp_path: Path) -> None:
     rows = torch.cat([weights.vector(name) for name in names])
     assert torch.equal(weights.linear(names, "float32").unpack(), rows)
     assert torch.equal(weights.linear(names, "float16").unpack(), rows.half().float())
-    assert torch.equal(weights.embedding(EMBEDDING, "float32").unpack(), weights.vector(EMBEDDING))
+    assert torch.equal(weights.linear([EMBEDDING], "float32").unpack(), weights.vector(EMBEDDING))
 
 
 def test_dummy_weights_are_seeded_and_differ(tmp_path: Path) -> None:
@@ -130,10 +130,14 @@ def test_a_safetensors_type_has_its_format(tmp_path: Path) -> None:
     formats = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "float32"}
     for dtype, format in formats.items():
         weights = opened(tiny_llama(tmp_path / format / str(dtype), dtype=dtype))
-        packed = weights.embedding(EMBEDDING, "stored")
+        packed = weights.linear([EMBEDDING], "stored")
         assert packed.format == format
         assert torch.equal(packed.unpack(), weights.vector(EMBEDDING))
         assert ("float16 would cut its range" in weights.summary()) is (dtype is torch.bfloat16)
+        asked = opened(tmp_path / format / str(dtype))
+        asked.linear([EMBEDDING], "float16")
+        kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+        assert asked.summary() == f"float16 0 MiB ({kind})"
 
 
 def test_the_packaged_model_equals_the_gguf_librarys_own_dequantiser() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from sapwood.kernels import native
+from sapwood.kernels.ops.gemm import PackedWeight
 from sapwood.srt.models.rope import inverse_frequencies
 from sapwood.srt.models.weights import Storage
 from tests.decoding import (
@@ -28,15 +30,19 @@ PROMPTS = [[(i * step + 5) % VOCAB for i in range(n)] for n, step in ((100, 41),
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_torch_thread() -> Iterator[None]:
     """Results do not depend on the threads, but two that wait for each other on busy cores take minutes."""
     before = torch.get_num_threads()
-    native.load(threads=1)
     torch.set_num_threads(1)
     yield
     native.load()
     torch.set_num_threads(before)
     torch.set_grad_enabled(True)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    native.load(threads=1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -76,6 +82,39 @@ def test_one_extend_equals_decodes_and_chunks_to_the_bit(tmp_path: Path, variant
         assert torch.equal(torch.cat(logits), expected)
         for ours, theirs in zip(part.k + part.v, whole.k + whole.v, strict=True):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("storage", ["float32", "w8", "w4"])
+@pytest.mark.parametrize("variant", ["gemma3", "phi3"])
+def test_all_layers_in_one_call_equal_decodes_and_chunks_to_the_bit(
+    tmp_path: Path, variant: str, storage: Storage
+) -> None:
+    """With every instruction set and thread count too; what is expected is one extend, op by op."""
+    decoder = decoder_of(write(tmp_path, variant), storage)
+    for isa in native.available():
+        native.load(isa, threads=1)
+        whole = Sequence(decoder, 200)
+        expected = whole.extend(IDS)
+        for threads in (1, 2):
+            native.load(isa, threads)
+            for sizes in ([150], [1] * 150, [7] * 21 + [3], [64, 64, 22], [149, 1]):
+                part, begin, logits = Sequence(decoder, 200, fused=True), 0, []
+                for size in sizes:
+                    logits.append(part.extend(IDS[begin : begin + size]))
+                    begin += size
+                assert torch.equal(torch.cat(logits), expected), (isa, threads, sizes)
+                for ours, theirs in zip(part.k + part.v, whole.k + whole.v, strict=True):
+                    assert torch.equal(ours, theirs), (isa, threads, sizes)
+
+
+@pytest.mark.parametrize("wrong", ["qkv", "out", "gate_up", "down", "mlp_norm", "q_norm", "table"])
+def test_weights_of_other_shapes_are_not_registered(tmp_path: Path, wrong: str) -> None:
+    decoder = decoder_of(write(tmp_path, "gemma3"))
+    have = getattr(decoder.layers[1], wrong)
+    other = PackedWeight(have.n, have.k + 1, have.format) if isinstance(have, PackedWeight) else have[:-1]
+    decoder.layers[1] = replace(decoder.layers[1], **{wrong: other})
+    with pytest.raises(ValueError, match=f"{wrong} must be "):
+        Sequence(decoder, 200, fused=True)
 
 
 def test_windows_are_seen_in_the_logits(tmp_path: Path) -> None:

@@ -149,6 +149,16 @@ def test_min_tokens_holds_back_every_end(bench: Bench) -> None:
     assert tokens[2] == 11
 
 
+def test_the_largest_min_tokens_is_no_overflow(bench: Bench) -> None:
+    start = row_start(
+        0, prompt_len=4, temperature=0.0, min_tokens=2**31 - 1, stop_token_ids=[11], logit_bias={11: 95.0}
+    )
+    row = {"row": 0, "start": 0, "ids": ids_of(4, 9), "slots": range(4), "samples": 1}
+    first = bench.step([row], [start])
+    second = bench.step([{"row": 0, "start": 4, "ids": [-1], "slots": [4], "samples": 1}])
+    assert 11 not in [int(messages.unpack(r.ids)[0]) for r in (first, second)]
+
+
 def test_logprobs_are_of_the_unchanged_distribution(bench: Bench) -> None:
     ids = ids_of(12, 10)
     start = row_start(0, temperature=0.0, logit_bias={9: 100.0}, logprobs=3)
@@ -197,5 +207,10 @@ def test_the_pool_takes_the_share_that_is_asked_for(monkeypatch: pytest.MonkeyPa
     assert kv_pool.choose_slots(make(), 100_000, 10)[0] == 50_000
     assert kv_pool.choose_slots(make(mem_fraction_static=0.9), 100, 10)[0] == 90_000
     assert kv_pool.choose_slots(make(mem_fraction_static=0.1), 100_000, 10)[0] == 10_000
+    assert kv_pool.choose_slots(make(mem_fraction_static=0.9), 100, 10, mapped=400_000)[0] == 54_000
     with pytest.raises(ConfigError, match="--mem-fraction-static"):
         kv_pool.choose_slots(make(mem_fraction_static=0.1), 100, 100_000)
+    with pytest.raises(ConfigError, match="--max-total-tokens 70000 needs"):
+        kv_pool.choose_slots(make(max_total_tokens=70_000), 100, 10, mapped=400_000)
+    with pytest.raises(ConfigError, match="0 MiB of memory are free"):
+        kv_pool.choose_slots(make(), 100, 10, mapped=2_000_000)
