@@ -278,7 +278,7 @@ def run(machine: type[CacheMachine], operations: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=operations // steps * 3 // 2,  # some examples end early
+            max_examples=operations // steps * 2,  # some examples end early
             stateful_step_count=steps,
             deadline=None,
             database=None,
