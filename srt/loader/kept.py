@@ -37,6 +37,12 @@ def kept(folder: Path, label: str, make: Callable[[], str]) -> Path:
     return target
 
 
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
 def put(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
     """Put all that `fill` writes at `target` or nothing, whoever else does the same. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +51,8 @@ def put(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
         with os.fdopen(handle, "wb") as file:
             fill(file)
             file.flush()
+            # As open() would: a temporary file is its maker's alone, but a cache may be several users'.
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
             os.fsync(file.fileno())
         os.replace(name, target)
     except BaseException:

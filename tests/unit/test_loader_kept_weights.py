@@ -19,6 +19,7 @@ import torch
 from sapwood.kernels.ops.gemm import PackedWeight
 from sapwood.srt.config import ModelSource, make
 from sapwood.srt.loader import kept_weights, sources
+from sapwood.srt.loader.kept import put
 from sapwood.srt.loader.kept_weights import KeptWeights
 from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.models.spec import EMBEDDING
@@ -339,3 +340,14 @@ def test_mapped_weights_are_no_free_memory_for_the_pool(
     assert mapped > 50_000
     each = 2 * 2 * 2 * 16 * 2  # K and V, layers, heads, head_dim, float16
     assert slots == [2**20 // 2 // each, (2**20 - mapped) // 2 // each]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_what_is_kept_is_readable_by_whom_the_umask_says(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        put(tmp_path / "kept", lambda file: file.write(b"x"))
+        assert os.umask(mask) == mask
+    finally:
+        os.umask(before)
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == mode
