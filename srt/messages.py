@@ -137,7 +137,7 @@ class Started(Message):
     """The request was admitted: its prompt is being computed. Comes before the first Chunk.
 
     `queued` is seconds from arrival to admission, `saved` the seconds of prefill that the cache saved.
-    `first` is the prompt's first token as text and bytes, if logprobs from it on are asked for.
+    `first` is the prompt's first token, which has no Read, as text and bytes, if its logprobs are asked for.
     """
 
     rid: str
@@ -297,8 +297,8 @@ class RowStart(Message):
     """Row `row` begins: its first `len(prefix) / 4` positions are already in the pool, in `prefix` slots.
 
     Draws are keyed by (seed, choice, position); a fork's choices are `choice`, `choice + 1`, ... `history` is
-    all ids so far of a row with penalties, or whose prompt is read (else empty), to rebuild counts from and
-    to know what comes after a chunk; the first `prompt_len` are the prompt.
+    all ids so far of a row with penalties, whose counts are rebuilt from it, or whose prompt is read, to know
+    what comes after a chunk (else empty); the first `prompt_len` are the prompt.
     `read_from` is the first prompt index whose logprob is still to be told (-1: none is): a row that was
     retracted goes on where it was. A row whose params ask for a mean has no cached prefix and begins anew.
     """
