@@ -34,6 +34,11 @@ struct Codes {
     }
 };
 
+// A group's inputs beyond the last, of which there may be vectors, are 0.
+SAPWOOD_INLINE Vec load_or_zero(const float *p, int64_t left) {
+    return left > 0 ? load_upto(p, left) : zero();
+}
+
 // Rounds row r, of k floats.
 inline void quantise_row(const float *x, int64_t k, const Codes &to, int64_t r) {
     for (int64_t g = 0; g < to.groups; g++) {
@@ -41,9 +46,7 @@ inline void quantise_row(const float *x, int64_t k, const Codes &to, int64_t r) 
         const int64_t left = k - g * to.group;
         Vec top = zero(), wrong = zero();
         for (int64_t i = 0; i < to.group; i += LANES) {
-            const Vec v = left >= i + LANES ? load(from + i)
-                          : left > i        ? load_part(from + i, (int)(left - i))
-                                            : zero();
+            const Vec v = load_or_zero(from + i, left - i);
             top = max(top, max(v, sub(zero(), v)));
             wrong = add(wrong, sub(v, v));  // NaN if any is not finite
         }
@@ -51,9 +54,7 @@ inline void quantise_row(const float *x, int64_t k, const Codes &to, int64_t r) 
         const Vec inverse = set1(largest < SMALLEST_GROUP ? 0.0f : LARGEST_CODE / largest);
         Ints sum = izero();
         for (int64_t i = 0; i < to.group; i += LANES) {
-            const Vec v = left >= i + LANES ? load(from + i)
-                          : left > i        ? load_part(from + i, (int)(left - i))
-                                            : zero();
+            const Vec v = load_or_zero(from + i, left - i);
             const Ints code = round_ints(mul(v, inverse));
             store16(to.codes + r * to.row() + g * to.group + i, code);
             sum = iadd(sum, code);
