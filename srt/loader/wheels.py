@@ -156,9 +156,10 @@ def _watch(wheel: Wheel, scratch: Path, pip: subprocess.Popen[bytes], progress: 
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip may move it meanwhile
-            total += path.stat().st_size if path.is_file() else 0
+    for parent, _, files in os.walk(folder):  # passes over a folder that pip removes meanwhile
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(parent, name), follow_symlinks=False).st_size
     return total
 
 

