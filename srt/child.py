@@ -20,7 +20,7 @@ import msgspec
 import sapwood
 from sapwood.srt.errors import ProcessDied
 from sapwood.srt.lifeline import Wire
-from sapwood.srt.messages import Beat, Boot, Fatal, Ready
+from sapwood.srt.orders import Beat, Boot, Fatal, Ready
 
 STOP_SECONDS = 2.0
 KILL_SECONDS = 5.0

@@ -24,7 +24,7 @@ from sapwood.srt.child import Child
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import ConfigError, ProcessDied
 from sapwood.srt.lifeline import ROLES
-from sapwood.srt.messages import Boot, Died, Drain, Ready, Serve
+from sapwood.srt.orders import Boot, Died, Drain, Ready, Serve
 
 POLL_SECONDS = 1.0
 """Between two looks at the heartbeats; an end, a message and a signal are seen at once."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import ProcessDied, Unavailable
 from sapwood.srt.launch import Interrupted, Launcher
-from sapwood.srt.messages import Serve
+from sapwood.srt.orders import Serve
 
 JOIN_SECONDS = 15.0
 

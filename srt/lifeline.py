@@ -25,9 +25,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from sapwood.srt import messages
+from sapwood.srt import orders
 from sapwood.srt.errors import SapwoodError
-from sapwood.srt.messages import Beat, Boot, Fatal, Ready
+from sapwood.srt.orders import Beat, Boot, Fatal, Ready
 
 ROLES = {
     "server": "sapwood.srt.server.process",
@@ -54,7 +54,7 @@ class Wire:
 
     def write(self, message: Any) -> bool:
         """False if the other side is gone."""
-        frame = messages.encode([message])
+        frame = orders.encode(message)
         try:
             with self._lock:
                 self._sock.sendall(struct.pack("<I", len(frame)) + frame)
@@ -67,7 +67,7 @@ class Wire:
             head = self._reader.read(4)
             if len(head) < 4:
                 return None
-            return messages.decode(self._reader.read(struct.unpack("<I", head)[0]))[0]
+            return orders.decode(self._reader.read(struct.unpack("<I", head)[0]))
         except (OSError, ValueError):
             return None
 

@@ -1,4 +1,5 @@
-"""Every message between processes: one union, one codec (see docs/architecture.md).
+"""Every message between processes: one union, one codec (see docs/architecture.md). What the launcher and its
+children tell each other, over sockets of their own, is in orders.py.
 
     server ──Generate, Abort, Ask──► tokenizer ──Submit, Cancel, StopAt, Ask──► scheduler ──Step──► worker
        ▲                               │  ▲                                       │   ▲               │
@@ -20,9 +21,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import ErrorInfo
-from sapwood.srt.params import SamplingParams
+from sapwood.srt.params import SamplingParams, Scheduling
 
 Ids = bytes
 """Little-endian int32 values."""
@@ -68,6 +68,7 @@ class Generate(Message):
     params: SamplingParams
     namespace: str = ""
     arrived: float = 0.0
+    scheduling: Scheduling = Scheduling()
 
 
 class Abort(Message):
@@ -228,6 +229,7 @@ class Submit(Message):
     params: SamplingParams
     namespace: str
     arrived: float
+    scheduling: Scheduling = Scheduling()
 
 
 class StopAt(Message):
@@ -369,62 +371,10 @@ class WorkerReady(Message):
     num_slots: int
 
 
-# ---- launcher ⇄ child, over each child's own socket pair (see lifeline.py)
-
-
-class Boot(Message):
-    """The first message a child gets: all that it needs to know."""
-
-    config: Config
-    source: ModelSource
-    directory: str
-    role: str
-    index: int = 0
-
-
-class Beat(Message):
-    pass
-
-
-class Ready(Message):
-    """A child can do its work. `facts` are printed at start; `max_request_tokens` is set by the scheduler."""
-
-    facts: dict[str, str] = {}
-    max_request_tokens: int = 0
-
-
-class Serve(Message):
-    """Launcher → server: every process is ready."""
-
-    max_request_tokens: int
-    facts: dict[str, str]
-
-
-class Fatal(Message):
-    """A child cannot go on: the reason, for a person. `expected`: it is the user's to mend (a wrong flag, a
-    broken model file), and no traceback."""
-
-    message: str
-    expected: bool = False
-
-
-class Died(Message):
-    """Launcher → server: a process has died; end every request with an error."""
-
-    message: str
-
-
-class Drain(Message):
-    """Launcher → server: admit nothing more, finish or abort what runs, then exit with 0."""
-
-    seconds: float
-
-
 AnyMessage = (
     Generate | Abort | Ask | Started | Read | Chunk | Ended | Answer | Stats
     | Submit | StopAt | Cancel | Admitted | PromptRead | Tokens | Done | Refused
     | Step | StepResult | WorkerReady
-    | Boot | Beat | Ready | Serve | Fatal | Died | Drain
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

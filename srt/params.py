@@ -18,6 +18,21 @@ MIN_REPETITION_PENALTY = 0.01
 """Logits are divided by it: one near 0 makes infinities of them."""
 
 
+class Scheduling(msgspec.Struct, frozen=True, array_like=True):
+    """How a request is ordered and kept: nothing here changes its answer.
+
+    `tenant` is whose it is, for fairness; a higher `priority` goes first. What it has put into the cache is
+    kept there for `keep` seconds after its end, if there is room for that. It may wait for `queue_timeout`
+    seconds. `unsalted` is the namespace that it would have without its cache_salt.
+    """
+
+    tenant: str = ""
+    priority: int = 0
+    keep: float = 0.0
+    queue_timeout: float | None = None
+    unsalted: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one request's tokens are drawn and when they end.
 

@@ -307,12 +307,9 @@ class World:
             self.check()
 
     def check(self) -> None:
-        """What holds between any two turns: each slot is in one place, told and untold values add up, and
-        what is remembered of the tree leads to where a search from its root does."""
+        """What holds between any two turns: each slot and each who waits is in one place, and told and untold
+        values add up."""
         self.state.check()
-        for s in self.state.waiting.values():
-            looking = s.request.namespace, s.ids.tobytes(), s.matchable
-            assert self.state.tree.trace(*looking, s.peeked_to)[1:] == self.state.tree.trace(*looking)[1:]
         for key, request in self.state.requests.items():
             params = request.params
             if params.logprob_start is None:

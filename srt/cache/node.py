@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,8 @@ class Node:
     A root has an empty key and no parent; so has no parent whatever was taken out of the tree. `depth` is in
     tokens, from the root to the node's end. `lock_count` counts the rows that use the node or one below it.
     `last_use` is a tick of the tree's clock, never older than a child's. `hits` counts the requests whose
-    cached prefix went through all of the node. `queued` belongs to the order of eviction.
+    cached prefix went through all of the node. `queued` belongs to the order of eviction, `spots` to the
+    tree's follower.
     """
 
     __slots__ = (
@@ -41,6 +43,7 @@ class Node:
         "parent",
         "queued",
         "slots",
+        "spots",
     )
 
     def __init__(self, namespace: str, parent: Node | None, key: bytes, slots: SlotArray) -> None:
@@ -55,6 +58,7 @@ class Node:
         self.hits = 0
         self.queued = False
         self.crc: int | None = None
+        self.spots: dict[Any, Any] | None = None
 
     @property
     def evictable(self) -> bool:

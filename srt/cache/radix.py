@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,6 +44,20 @@ class Inserted(NamedTuple):
     node: Node
 
 
+class Follower(Protocol):
+    """Is told how the tree changes at nodes with `spots`, when the change is done."""
+
+    def grew(self, parent: Node, child: Node) -> None:
+        """`child` was added below `parent`, which has spots."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """`upper` was put in the midst of the edge to `lower`, which has spots."""
+
+    def shrank(self, node: Node, token: int, into: Node) -> None:
+        """What `node`, which has spots, had from the end of `into` on, and which began with `token`, is no
+        longer cached: `into` is `node` itself if its end was cut off, else what was above it."""
+
+
 class RadixTree:
     """Prefixes of any length, shared to the token; one root a namespace, and nothing shared between them."""
 
@@ -51,8 +65,7 @@ class RadixTree:
         self.cached_tokens = 0
         self.evictable_tokens = 0
         self.num_nodes = 0
-        self.version = 0
-        """Changes whenever `peek` might answer otherwise than before."""
+        self.follower: Follower | None = None
         self._pool = pool
         self._roots: dict[str, Root] = {}
         self._order = Lru()
@@ -62,7 +75,20 @@ class RadixTree:
     @property
     def namespaces(self) -> list[str]:
         """Those that hold something."""
-        return list(self._roots)
+        return [name for name, root in self._roots.items() if root.children]
+
+    def root(self, namespace: str) -> Root:
+        """The root of a namespace, made if need be: it stays while something is cached or it has spots."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Root(namespace)
+        return root
+
+    def prune_root(self, namespace: str) -> None:
+        """Drop the root if nothing hangs on it."""
+        root = self._roots.get(namespace)
+        if root is not None and not root.children and not root.spots:
+            del self._roots[namespace]
 
     def peek(self, namespace: str, ids: bytes, limit: int) -> tuple[int, Stopped]:
         """What `match` would find, changing nothing: the number of tokens, and why no more."""
@@ -134,8 +160,8 @@ class RadixTree:
         belong to the tree; those of `slots[:existing]` that differ from the tree's stay the caller's own.
         """
         assert len(ids) == 4 * len(slots), f"{len(ids)} bytes of ids for {len(slots)} slots"
-        if ids and namespace not in self._roots:
-            self._roots[namespace] = Root(namespace)
+        if ids:
+            self.root(namespace)
         trace = self.trace(namespace, ids, len(slots))
         node, existing = self._end_of(trace), trace.matched
         if existing < len(slots):
@@ -169,9 +195,7 @@ class RadixTree:
             root = self._roots.get(name)
             if root is not None:
                 self._drop_unlocked(root, freed)
-                if not root.children:
-                    del self._roots[name]
-        self.version += 1
+                self.prune_root(name)
         self._order.prune()
         self._ghosts.clear(namespace)
         return self._give_back(freed)
@@ -229,6 +253,8 @@ class RadixTree:
         lower.parent = upper
         upper.children[token_at(lower.key, 0)] = lower
         self._count(lower.namespace, 1, 0)
+        if lower.spots and self.follower is not None:
+            self.follower.split(upper, lower)
         return upper
 
     def _add(self, parent: Node, key: bytes, slots: SlotArray) -> Node:
@@ -237,8 +263,9 @@ class RadixTree:
         self._count(parent.namespace, 1, len(slots))
         self.cached_tokens += len(slots)
         self.evictable_tokens += len(slots)
-        self.version += 1
         self._order.push(node)
+        if parent.spots and self.follower is not None:
+            self.follower.grew(parent, node)
         return node
 
     def _count(self, namespace: str, nodes: int, tokens: int) -> None:
@@ -265,6 +292,8 @@ class RadixTree:
         self._ghosts.add(leaf.namespace, leaf.path_crc(), token)
         self._order.push(leaf)
         self._count(leaf.namespace, 0, -n)
+        if leaf.spots and self.follower is not None:
+            self.follower.shrank(leaf, token, leaf)
         return dropped
 
     def _remove(self, leaf: Node) -> None:
@@ -275,10 +304,12 @@ class RadixTree:
         del parent.children[token]
         leaf.parent = None
         self._count(leaf.namespace, -1, -len(leaf.slots))
+        if leaf.spots and self.follower is not None:
+            self.follower.shrank(leaf, token, parent)
         if parent.children:
             return
         if parent.parent is None:
-            del self._roots[leaf.namespace]
+            self.prune_root(leaf.namespace)
         elif parent.lock_count == 0:
             self._order.push(parent)
 
@@ -296,6 +327,8 @@ class RadixTree:
                     gone.parent = None
                     freed.append(gone.slots)
                     self._count(root.namespace, -1, -len(gone.slots))
+                    if gone.spots and self.follower is not None:
+                        self.follower.shrank(gone, token, node)
 
     def _give_back(self, freed: list[SlotArray]) -> int:
         """Free the slots of evictable tokens that have left the tree."""
@@ -305,7 +338,6 @@ class RadixTree:
         self._pool.free(slots)
         self.cached_tokens -= len(slots)
         self.evictable_tokens -= len(slots)
-        self.version += 1
         return len(slots)
 
 

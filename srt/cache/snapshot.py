@@ -33,6 +33,7 @@ def snapshot(
     a node had more children than could be looked at (then the newest were).
     """
     looking = Looking()
+    roots = {name: root for name, root in roots.items() if root.children}
     shown = _shown_roots(roots, namespaces, limit, looking)
     pictures = []
     todo: deque[tuple[Node, dict[str, Any], int]] = deque()

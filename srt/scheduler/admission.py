@@ -1,17 +1,14 @@
-"""Which waiting sequences get a row in this step: prefix lookup, siblings, memory."""
+"""Which waiting sequences get a row in this step: prefix lookup, rows, memory."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.srt.cache.radix import common_prefix
 from sapwood.srt.messages import Admitted, Verdict
-from sapwood.srt.scheduler import policy
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.state import State
 
@@ -32,28 +29,22 @@ def admit(state: State, budget: int) -> list[Admission]:
     """Seat waiting sequences, in the policy's order, until rows, slots or the step's budget are used up.
 
     A sequence that cannot be seated for want of rows or slots stops the search, so that it is not overtaken
-    for ever by smaller ones. One whose prefix is being computed by a running sibling waits, others go on.
+    for ever by smaller ones. The queue names none whose prefix is being computed by a running sibling.
     """
     admitted: list[Admission] = []
-    if budget <= 0 or not state.waiting or not state.rows.num_free:
+    if not state.waiting or not state.rows.num_free:
         return admitted
-    promised, computing = _promised(state), state.rows.computing()
-    for sequence in policy.order(state):
-        if budget <= 0:
+    promised = _promised(state)
+    while budget > 0:
+        sequence = state.queue.first()
+        if sequence is None or not _rows_suffice(state, sequence):
             break
-        if not _rows_suffice(state, sequence):
-            break
-        if _sibling_computes(state, sequence, computing):
-            continue
         admission = _seat(state, sequence, promised)
         if admission is None:
             break
         admitted.append(admission)
         promised += admission.needs
-        computing = state.rows.computing()
-        work = min(budget, len(sequence.ids) - len(admission.prefix))
-        budget -= work
-        policy.note_admission(state, work)
+        budget -= min(budget, len(sequence.ids) - len(admission.prefix))
     return admitted
 
 
@@ -62,34 +53,6 @@ def _rows_suffice(state: State, sequence: Sequence) -> bool:
         return state.rows.num_free > 0
     wanted = sequence.request.rows_held(state.rows.capacity)
     return state.rows.num_free - state.reserved_rows >= wanted
-
-
-def _sibling_computes(state: State, sequence: Sequence, computing: npt.NDArray[np.intp]) -> bool:
-    """Whether one of the rows that are `computing` their prompts will put more of this prefix into the tree
-    than is there. A sequence that reads its prompt computes it in any case.
-
-    One that has found its sibling is not compared again while that one computes: a long queue waits so.
-    """
-    rows, request, ids = state.rows, sequence.request, sequence.ids
-    if not len(computing) or request.reads_from >= 0:
-        return False
-    cached = policy.peek(state, sequence)
-    row, seated, common = sequence.sibling
-    if common > cached and rows.order[row] == seated and rows.computes(row):
-        return True
-    if cached == len(ids) - 1:
-        return False
-    # Most rows differ at the first token that is not cached, and need not be compared any further.
-    alike = (rows.ids[computing, cached] == ids[cached]) & (rows.prompt_end[computing] > cached)
-    for row in computing[alike].tolist():
-        other = rows.sequence[row]
-        assert other is not None
-        if other.request.namespace == request.namespace:
-            common = common_prefix(rows.ids[row, : rows.prompt_end[row]].tobytes(), ids[:-1].tobytes())
-            if common > cached:
-                sequence.sibling = row, int(rows.order[row]), common
-                return True
-    return False
 
 
 def _seat(state: State, sequence: Sequence, promised: int) -> Admission | None:
@@ -112,6 +75,7 @@ def _seat(state: State, sequence: Sequence, promised: int) -> Admission | None:
         )
     row = rows.seat(sequence, found.slots, found.node)
     del state.waiting[sequence.key]
+    state.queue.seat(sequence, found.node, total - found.length)
     return Admission(row, found.slots, need)
 
 
@@ -143,4 +107,4 @@ def _first_admission(state: State, request: Request, verdict: Verdict) -> None:
     counters.prompt_tokens_cached += verdict.matched
     saved = verdict.matched * counters.seconds_per_prompt_token
     counters.seconds_saved += saved
-    state.tell(request.tokenizer, Admitted(request.key, verdict, time.monotonic() - request.arrived, saved))
+    state.tell(request.tokenizer, Admitted(request.key, verdict, state.clock() - request.arrived, saved))

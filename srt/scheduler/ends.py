@@ -71,6 +71,7 @@ def finish(
         rows.vacate(sequence.row)
     else:
         state.waiting.pop(sequence.key, None)
+    state.queue.discard(sequence)
     del state.sequences[sequence.key]
     state.tell(request.tokenizer, Done(request.key, sequence.choice, n, reason, matched, error))
     unborn = range(1, request.params.n) if not request.forked else ()

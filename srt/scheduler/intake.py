@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from sapwood.srt import messages
 from sapwood.srt.errors import ContextTooLong, Overloaded, SapwoodError
 from sapwood.srt.messages import Cancel, Done, Refused, StopAt, Submit
@@ -41,7 +39,6 @@ def submit(state: State, message: Submit) -> None:
         max_tokens=max_tokens,
         arrived=message.arrived,
         order=state.orders,
-        work_at_arrival=state.work_admitted,
         live=params.n,
         reads_from=params.reads_from(len(prompt)),
         forked=params.n == 1,
@@ -49,7 +46,8 @@ def submit(state: State, message: Submit) -> None:
     state.orders += 1
     first = Sequence(request, 0, prompt)
     state.requests[request.key] = request
-    state.sequences[first.key] = state.waiting[first.key] = first
+    state.sequences[first.key] = first
+    state.wait(first)
 
 
 def _room(state: State, prompt_tokens: int, params: SamplingParams) -> int:
@@ -83,7 +81,7 @@ def cancel(state: State, message: Cancel) -> None:
     """End all choices of a request. A Cancel that overtook its Submit is remembered for a short while."""
     request = state.requests.get(message.key)
     if request is None:
-        now = time.monotonic()
+        now = state.clock()
         state.tombstones[message.key] = now
         while state.tombstones:
             key, when = next(iter(state.tombstones.items()))

@@ -18,29 +18,36 @@ from sapwood.srt.channel import HIGH_WATER, Inbox, Outbox, frames
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import Overloaded
 from sapwood.srt.lifeline import Lifeline
-from sapwood.srt.messages import Ask, Boot, Cancel, Stats, StepResult, StopAt, Submit, WorkerReady
+from sapwood.srt.messages import Ask, Cancel, Stats, StepResult, StopAt, Submit, WorkerReady
+from sapwood.srt.orders import Boot
 from sapwood.srt.scheduler import intake, questions, results
 from sapwood.srt.scheduler.plan import plan
+from sapwood.srt.scheduler.policy import Queue
 from sapwood.srt.scheduler.rows import Rows
-from sapwood.srt.scheduler.state import State
+from sapwood.srt.scheduler.state import State, step_budget
 
 STATS_SECONDS = 0.2
 
 
-def make_state(config: Config, source: ModelSource, num_slots: int) -> State:
+def make_state(
+    config: Config, source: ModelSource, num_slots: int, clock: Callable[[], float] = time.monotonic
+) -> State:
     """An empty pool of `num_slots`, an empty tree, no rows. A pool below the context length caps requests."""
     limit = min(source.context_length, num_slots)
     pool = SlotPool(num_slots)
+    tree = RadixTree(pool)
     seed = config.random_seed if config.random_seed is not None else int.from_bytes(os.urandom(8), "little")
     return State(
         config=config,
         eos_ids=np.array(sorted(source.eos_ids), dtype=np.int32),
         context_length=source.context_length,
         pool=pool,
-        tree=RadixTree(pool),
+        tree=tree,
         rows=Rows(config.max_running_requests, limit),
+        queue=Queue(tree, config.schedule_policy, step_budget(config, source.context_length)),
         max_request_tokens=limit,
         seeds=random.Random(seed),
+        clock=clock,
     )
 
 

@@ -1,53 +1,85 @@
-"""The order in which waiting sequences are considered.
+"""The order in which waiting sequences go ahead.
 
 `fcfs`: by arrival. `lpm`: longest cached prefix first, so that what shares a prefix runs while the prefix is
-hot; ties by arrival. Ageing bounds how far a request can be overtaken: once `AGE_BUDGETS` step budgets of
-prompt tokens to compute, or `AGE_REQUESTS` requests, have been admitted since it came, it goes ahead of all
-younger requests, whatever they match.
+hot; ties by arrival. `lof`: longest output first, so that the long ones do not run alone at the end.
+How far any request can be overtaken is bounded (see lines.py).
 Sequences that have already run (retracted, or forked from a running request) always go first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from sapwood.srt.cache.node import Node
+from sapwood.srt.cache.radix import RadixTree
+from sapwood.srt.scheduler.lines import Line, Rank, by_arrival
 from sapwood.srt.scheduler.request import Sequence
-from sapwood.srt.scheduler.state import State
+from sapwood.srt.scheduler.spots import Spot, Spots
 
 AGE_BUDGETS = 16
+"""Steps' worth of tokens by which any request may be overtaken, whatever was waiting when it came."""
 AGE_REQUESTS = 256
+"""As many requests whose prompts are cached count as much: they take rows, and there may be no end of them.
+"""
 
 
-def order(state: State) -> list[Sequence]:
-    """The waiting sequences that could be admitted now, the first to go first."""
-    ready = [s for s in state.waiting.values() if not s.pending]
-    if state.config.schedule_policy == "fcfs":
-        return sorted(ready, key=lambda s: (not s.resumed, s.request.order, s.choice))
-    oldest_work = state.work_admitted - AGE_BUDGETS * state.budget
-
-    def rank(s: Sequence) -> tuple[bool, bool, int, int, int]:
-        aged = s.request.work_at_arrival <= oldest_work
-        matched = 0 if s.resumed or aged else peek(state, s)
-        return (not s.resumed, not aged, -matched, s.request.order, s.choice)
-
-    return sorted(ready, key=rank)
+def by_output(sequence: Sequence) -> Rank:
+    """The longest output first."""
+    return -sequence.request.max_tokens, *by_arrival(sequence)
 
 
-def note_admission(state: State, tokens: int) -> None:
-    """Let all that wait grow older by an admission with `tokens` prompt tokens to compute.
+class Queue:
+    """The waiting sequences that could be admitted now, in the order of `policy`.
 
-    One whose prompt is cached is not free either: it takes a row, and there may be no end of such.
+    `budget` is the tokens of a step.
     """
-    state.work_admitted += max(tokens, AGE_BUDGETS * state.budget // AGE_REQUESTS, 1)
 
+    def __init__(self, tree: RadixTree, policy: str, budget: int) -> None:
+        self._spots = Spots(tree, self)
+        self._resumed = Line(None)
+        self._least = max(1, AGE_BUDGETS * budget // AGE_REQUESTS)
+        base = AGE_BUDGETS * budget
+        self._line = Line(base, by_output if policy == "lof" else by_arrival, by_match=policy == "lpm")
 
-def peek(state: State, sequence: Sequence) -> int:
-    """How many leading tokens of the sequence it could take from the tree.
+    def add(self, sequence: Sequence) -> None:
+        """`sequence` may be admitted from now on."""
+        line = self._resumed if sequence.resumed else self._line
+        line.join(sequence)
+        self._spots.wait(sequence)
 
-    Kept until the tree or the sequence changes: a long queue that waits for slots is ordered at every step.
-    """
-    tree, ids = state.tree, sequence.ids
-    now = (tree.version, sequence.matchable)
-    if sequence.peeked_at != now:
-        namespace, known = sequence.request.namespace, sequence.peeked_to
-        trace = tree.trace(namespace, ids.tobytes(), sequence.matchable, known)
-        sequence.peeked_at, sequence.peeked, sequence.peeked_to = now, trace.matched, trace.node
-    return sequence.peeked
+    def discard(self, sequence: Sequence) -> None:
+        """It neither waits nor computes for others any more. Does nothing if it did neither."""
+        if sequence.line is not None:
+            sequence.line.leave(sequence)
+        self._spots.leave(sequence)
+
+    def first(self) -> Sequence | None:
+        """The sequence to go ahead next; None if there is none, but such as wait for another's prefix."""
+        return self._resumed.first() or self._line.first()
+
+    def seat(self, sequence: Sequence, node: Node, work: int) -> None:
+        """The first goes ahead: of its tokens the path to `node` is cached, and `work` are to be computed
+        soon. Those that share what it computes wait for it, until it has put it into the tree or is
+        discarded."""
+        line = sequence.line
+        assert line is not None
+        line.leave(sequence)
+        self._spots.compute(sequence, node)
+        line.admitted(sequence, max(work, self._least))
+
+    def check(self, waiting: Iterable[Sequence]) -> None:
+        """`waiting` are all that wait, each in its place: AssertionError if not."""
+        waiting = list(waiting)
+        self._spots.check(waiting)
+        assert all(sequence.line is not None for sequence in waiting)
+        assert len(waiting) == self._resumed.waiting + self._line.waiting
+
+    def enter(self, spot: Spot, sequence: Sequence) -> None:
+        """See spots.Listener."""
+        assert sequence.line is not None
+        sequence.line.enter(spot, sequence)
+
+    def improved(self, spot: Spot) -> None:
+        """See spots.Listener."""
+        for line in spot.queue:
+            line.offer(spot)

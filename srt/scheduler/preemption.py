@@ -34,5 +34,6 @@ def retract(state: State, row: int) -> None:
     sequence.resumed = True
     release(state, row, int(rows.done[row]))
     rows.vacate(row)
-    state.waiting[sequence.key] = sequence
+    state.queue.discard(sequence)
+    state.wait(sequence)
     state.counters.retracted += 1

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.srt.cache.node import Node
 from sapwood.srt.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sapwood.srt.scheduler.lines import Line
+    from sapwood.srt.scheduler.spots import Spot
 
 Int32s = npt.NDArray[np.int32]
 
@@ -32,7 +36,6 @@ class Request:
     max_tokens: int
     arrived: float
     order: int
-    work_at_arrival: int
     live: int
     reads_from: int = -1
     admitted: bool = False
@@ -50,9 +53,10 @@ class Sequence:
     It is waiting (`row` is -1: `ids` holds all its tokens) or running (its tokens are in the columns of
     `row`). `resumed` marks one that has run before, or was forked: it goes ahead of new requests. While
     `pending` is not 0 a step that works for it is in flight though it has no row: it was retracted.
-    `peeked` tokens of it were in the tree at `peeked_at` (the tree's version, what it could take), down to or
-    below the node `peeked_to`. `sibling`: the row that it was found to wait for, the number of its seating,
-    and how many tokens they have in common.
+
+    `spot` and `line` are its places among those that wait (spots.py, lines.py): both None if it does not.
+    `ahead` tokens were waiting in its line before it. Running, with `computes`, it has a spot as long as it
+    puts into the tree what others may wait for.
     """
 
     request: Request
@@ -61,10 +65,10 @@ class Sequence:
     row: int = -1
     resumed: bool = False
     pending: int = 0
-    peeked: int = 0
-    peeked_at: tuple[int, int] = (-1, 0)
-    peeked_to: Node | None = None
-    sibling: tuple[int, int, int] = (0, -1, 0)
+    spot: Spot | None = None
+    line: Line | None = None
+    ahead: int = 0
+    computes: bool = False
 
     @property
     def key(self) -> int:

@@ -193,8 +193,11 @@ def _late(
     sequence.pending = 0
     if not sent.samples[i]:
         through = not sequence.request.max_tokens and sent.ends[i] == len(sequence.request.prompt)
-        return [_End(sequence, 0, "length", None)] if through else []
-    return _take(state, sequence, tokens, first, emitted)
+        ended = [_End(sequence, 0, "length", None)] if through else []
+    else:
+        ended = _take(state, sequence, tokens, first, emitted)
+    state.wait(sequence)
+    return ended
 
 
 def _fork(
@@ -217,8 +220,10 @@ def _fork(
             sequence = source
         else:
             sequence = Sequence(request, choice, prompt, resumed=True)
-            state.sequences[sequence.key] = state.waiting[sequence.key] = sequence
+            state.sequences[sequence.key] = sequence
         ended += _take(state, sequence, tokens, first + choice, emitted)
+        if sequence.row < 0:
+            state.wait(sequence)
     return ended
 
 

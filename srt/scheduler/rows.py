@@ -108,14 +108,6 @@ class Rows:
         rows = np.flatnonzero(self.active & ~self.sampled)
         return rows[np.argsort(self.order[rows])]
 
-    def computing(self) -> npt.NDArray[np.intp]:
-        """Rows whose prompt is not yet in the tree as a whole."""
-        return np.flatnonzero(self.active & (self.done < self.prompt_end))
-
-    def computes(self, row: int) -> bool:
-        """Whether the row is one of `computing`."""
-        return bool(self.active[row] and self.done[row] < self.prompt_end[row])
-
     def youngest(self) -> int:
         """The active row that was seated last; there must be one."""
         rows = np.flatnonzero(self.active)

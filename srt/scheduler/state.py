@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,16 @@ from sapwood.srt.cache.radix import RadixTree
 from sapwood.srt.cache.slots import SlotPool
 from sapwood.srt.config import Config
 from sapwood.srt.messages import Stats
+from sapwood.srt.scheduler.policy import Queue
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.rows import Rows
 from sapwood.srt.scheduler.shared import SharedPrefixes
+
+
+def step_budget(config: Config, context_length: int) -> int:
+    """Tokens of one step; without chunks a step takes whole prompts up to the context length."""
+    size = config.chunked_prefill_size
+    return context_length if size < 0 else size
 
 
 @dataclass(slots=True)
@@ -60,7 +67,10 @@ class Counters:
 
 @dataclass(slots=True)
 class State:
-    """`eos_ids` end a row that does not ignore them; `max_request_tokens` bounds prompt plus output."""
+    """`eos_ids` end a row that does not ignore them; `max_request_tokens` bounds prompt plus output.
+
+    `waiting` has all sequences without a row; those of them that could get one are in the `queue` too.
+    """
 
     config: Config
     eos_ids: npt.NDArray[np.int32]
@@ -68,8 +78,10 @@ class State:
     pool: SlotPool
     tree: RadixTree
     rows: Rows
+    queue: Queue
     max_request_tokens: int
     seeds: random.Random
+    clock: Callable[[], float]
     waiting: dict[int, Sequence] = field(default_factory=dict)
     sequences: dict[int, Sequence] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
@@ -80,14 +92,11 @@ class State:
     shared: SharedPrefixes = field(default_factory=SharedPrefixes)
     orders: int = 0
     reserved_rows: int = 0
-    work_admitted: int = 0
-    """What waiting requests age by: prompt tokens admitted to be computed (see policy.py)."""
 
     @property
     def budget(self) -> int:
-        """Tokens of one step; without chunks a step takes whole prompts up to the context length."""
-        size = self.config.chunked_prefill_size
-        return self.context_length if size < 0 else size
+        """Tokens of one step."""
+        return step_budget(self.config, self.context_length)
 
     @property
     def available(self) -> int:
@@ -100,6 +109,12 @@ class State:
         if short > 0:
             self.counters.evicted_tokens += self.tree.evict(short)
         return self.pool.allocate(count)
+
+    def wait(self, sequence: Sequence) -> None:
+        """`sequence` has no row; it may get one unless a step that works for it is in flight."""
+        self.waiting[sequence.key] = sequence
+        if not sequence.pending:
+            self.queue.add(sequence)
 
     def tell(self, tokenizer: int, message: Any) -> None:
         """Queue a message for a tokenizer; what one step gives is sent as one frame."""
@@ -134,9 +149,11 @@ class State:
             yield own[differ]
 
     def check(self) -> None:
-        """Every slot is free, in the tree, or private to one row: AssertionError if not."""
+        """Every slot is free, in the tree, or private to one row, and who waits is where it should be:
+        AssertionError if not."""
         self.tree.check()
         private = list(self.private_slots())
         check_pool(self.pool, self.tree, private)
         counted = int(self.rows.private[self.rows.active].sum())
         assert sum(map(len, private)) == counted, (sum(map(len, private)), counted)
+        self.queue.check(s for s in self.waiting.values() if not s.pending)

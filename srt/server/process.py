@@ -23,8 +23,8 @@ from sapwood.srt import log
 from sapwood.srt.client import Client
 from sapwood.srt.errors import ConfigError, ProcessDied, Unavailable
 from sapwood.srt.lifeline import Lifeline
-from sapwood.srt.messages import Boot, Died, Drain, Serve
 from sapwood.srt.metrics import Metrics
+from sapwood.srt.orders import Boot, Died, Drain, Serve
 from sapwood.srt.server import app, request_log, throughput
 from sapwood.srt.server.connection import Connection, most_connections
 from sapwood.srt.server.request_log import RequestLog

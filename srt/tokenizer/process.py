@@ -29,11 +29,9 @@ from sapwood.srt.messages import (
     Admitted,
     Answer,
     Ask,
-    Boot,
     Cancel,
     ChatPrompt,
     Done,
-    Drain,
     Ended,
     Finish,
     Generate,
@@ -45,7 +43,8 @@ from sapwood.srt.messages import (
     StopAt,
     Submit,
     Tokens,
-)  # fmt: skip
+)
+from sapwood.srt.orders import Boot, Drain
 from sapwood.srt.tokenizer.background import Background, is_long, safely
 from sapwood.srt.tokenizer.delivery import Delivery, Sender, overloaded
 from sapwood.srt.tokenizer.prompts import Prompt, PromptEncoder

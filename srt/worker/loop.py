@@ -13,10 +13,11 @@ from sapwood.srt.lifeline import Lifeline
 from sapwood.srt.loader.kept_weights import KeptWeights
 from sapwood.srt.loader.packaged import cache_folder
 from sapwood.srt.loader.weights import Weights, open_weights
-from sapwood.srt.messages import Boot, Step, WorkerReady
+from sapwood.srt.messages import Step, WorkerReady
 from sapwood.srt.models.decoder import Decoder
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.weights import Storage
+from sapwood.srt.orders import Boot
 from sapwood.srt.worker.attention.reference import ReferenceForward
 from sapwood.srt.worker.fused import FusedForward
 from sapwood.srt.worker.kv_pool import KvPool, choose_dtype, choose_slots, slot_bytes

@@ -22,7 +22,7 @@ from sapwood.srt import child, config
 from sapwood.srt.errors import ConfigError, ProcessDied
 from sapwood.srt.launch import Interrupted, Launcher
 from sapwood.srt.lifeline import Wire
-from sapwood.srt.messages import Died, Fatal
+from sapwood.srt.orders import Died, Fatal
 
 ROLES_FOLDER = Path(__file__).parent / "roles"
 IDLE = {"tokenizer": "role_idle", "scheduler": "role_idle", "worker": "role_idle"}

@@ -29,17 +29,14 @@ from sapwood.srt.messages import (
     Admitted,
     Answer,
     Ask,
-    Boot,
     Cancel,
     ChatPrompt,
     Chunk,
     Done,
-    Drain,
     Ended,
     Finish,
     Generate,
     IdsPrompt,
-    Ready,
     Refused,
     Started,
     Stats,
@@ -53,6 +50,7 @@ from sapwood.srt.messages import (
     pack,
     unpack,
 )
+from sapwood.srt.orders import Boot, Drain, Fatal, Ready
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.tokenizer import process
 from tests.tokenizer_kinds import END, START, byte_level
@@ -532,7 +530,7 @@ def test_a_missing_tokenizer_is_fatal_and_named(directory: Path) -> None:
     (directory / "tokenizer.json").unlink()
     child, wire = spawn(made)
     try:
-        fatal = receive(wire, messages.Fatal)
+        fatal = receive(wire, Fatal)
         assert "tokenizer.json" in fatal.message
         assert fatal.expected
         assert child.wait(WAIT) != 0

@@ -17,7 +17,7 @@ ROOT = Path(sapwood.__file__).resolve().parent.parent
 FOLDERS = ("srt", "lang", "kernels", "sapwood")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
-LEAVES = {"errors", "params", "config", "messages", "log", "namespaces"}
+LEAVES = {"errors", "params", "config", "messages", "orders", "log", "namespaces"}
 WIRED = LEAVES | {"channel", "lifeline"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -28,11 +28,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "namespaces": set(),
     "params": {"errors"},
     "config": {"errors"},
-    "messages": {"errors", "params", "config"},
+    "messages": {"errors", "params"},
+    "orders": {"config", "messages"},
     "requirements": {"errors"},
     "metrics": LEAVES | {"client"},
     "channel": {"messages"},
-    "lifeline": {"errors", "messages"},
+    "lifeline": {"errors", "messages", "orders"},
     "client": LEAVES | {"channel"},
     "cache": LEAVES,
     "models": {"kernels", "errors"},

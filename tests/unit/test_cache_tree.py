@@ -65,11 +65,10 @@ def test_the_limit_is_never_exceeded(tree: RadixTree, pool: SlotPool) -> None:
 def test_peek_finds_the_same_and_changes_nothing(tree: RadixTree, pool: SlotPool) -> None:
     insert(tree, pool, [1, 2, 3, 4])
     insert(tree, pool, [7, 8])
-    before, version = tree.snapshot(), tree.version
+    before = tree.snapshot()
     assert tree.peek("", pack([1, 2, 9, 9]), 3) == (2, "diverged")
     assert tree.peek("other", pack([1, 2]), 1) == (0, "namespace")
     assert tree.snapshot() == before
-    assert tree.version == version
     assert tree.namespaces == [""]
 
 
@@ -203,19 +202,6 @@ def test_locking_a_match_of_nothing_is_harmless(tree: RadixTree, pool: SlotPool)
     tree.unlock(node)
     assert tree.namespaces == []
     tree.check()
-
-
-def test_version_tells_when_a_peek_may_have_changed(tree: RadixTree, pool: SlotPool) -> None:
-    versions = [tree.version]
-    insert(tree, pool, [1, 2, 3])
-    versions.append(tree.version)
-    tree.match("", pack([1, 2]), 2)
-    assert tree.version == versions[-1]
-    tree.evict(1)
-    versions.append(tree.version)
-    tree.flush()
-    versions.append(tree.version)
-    assert len(set(versions)) == 4
 
 
 def test_snapshot_shows_the_most_recently_used_first_and_no_more_than_asked(

@@ -309,8 +309,8 @@ def test_longest_cached_prefix_goes_first() -> None:
     world.run()
 
 
-def test_a_queue_is_looked_up_again_only_when_the_tree_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(num_slots=512, max_running_requests=1)
+def test_only_those_who_are_concerned_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(num_slots=512, max_running_requests=1, chunked_prefill_size=64)
     running = world.submit([2] * 10, max_tokens=40, ignore_eos=True)
     world.turn()
     tree, looked_up = world.state.tree, 0
@@ -323,15 +323,19 @@ def test_a_queue_is_looked_up_again_only_when_the_tree_has_changed(monkeypatch: 
 
     monkeypatch.setattr(tree, "trace", count)
     waiting = [world.submit([*([2] * 9), 10 + i], max_tokens=1) for i in range(5)]
+    others = [world.submit([3] * 8 + [10 + i], max_tokens=1) for i in range(50)]
+    assert looked_up == 55
     for _ in range(4):
-        assert [s.key for s in policy.order(world.state)] == waiting
+        first = world.state.queue.first()
+        assert first is not None
+        assert first.key == waiting[0]
         world.turn(check=False)
-    assert looked_up == 5
+    assert looked_up == 55
     world.cancel(running)
-    looked_up = 0
-    policy.order(world.state)
-    assert looked_up == 5
-    world.run()
+    assert looked_up == 56, "only the insert: what ran put its output where nobody waits"
+    world.run(check=False)
+    assert all(world.clients[key].finished for key in waiting + others)
+    assert looked_up < 55 * 8
 
 
 def test_ageing_bounds_how_far_a_cold_request_is_overtaken() -> None:

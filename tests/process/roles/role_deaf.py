@@ -4,7 +4,7 @@ import ctypes
 import time
 
 from sapwood.srt.lifeline import Lifeline
-from sapwood.srt.messages import Boot
+from sapwood.srt.orders import Boot
 
 
 def main(boot: Boot, lifeline: Lifeline) -> None:

@@ -3,7 +3,7 @@
 import time
 
 from sapwood.srt.lifeline import Lifeline
-from sapwood.srt.messages import Boot
+from sapwood.srt.orders import Boot
 
 
 def main(boot: Boot, lifeline: Lifeline) -> None:

@@ -12,7 +12,7 @@ import time
 import msgspec
 
 from sapwood.srt.lifeline import Lifeline
-from sapwood.srt.messages import Boot, Died, Drain
+from sapwood.srt.orders import Boot, Died, Drain
 
 
 def main(boot: Boot, lifeline: Lifeline) -> None:
