@@ -20,7 +20,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 @dataclass
 class Answer:
-    """What a request got. Times are in seconds after it was sent; `times` are those of the pieces of text.
+    """What a request got. Times are in seconds after it was sent; `times` are those of the pieces in `texts`.
 
     `tokens` and `prompt_tokens` are the server's counts if `counted`, else `tokens` is the number of pieces.
     """
@@ -28,6 +28,7 @@ class Answer:
     error: str | None = None
     text: str = ""
     times: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     end: float = 0.0
     counted: bool = False
     tokens: int = 0
@@ -63,7 +64,7 @@ class Exchange(asyncio.Protocol):
             self._length -= len(data)
             if self._length <= 0:
                 self._finish()
-        elif data.endswith(LAST_CHUNK) and is_whole(self._raw()):
+        elif data.endswith(LAST_CHUNK) and is_whole(self.raw()):
             self._finish()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -83,11 +84,11 @@ class Exchange(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _raw(self) -> bytes:
+    def raw(self) -> bytes:
         return b"".join(data for _, data in self._pieces)
 
     def _read_headers(self) -> None:
-        raw = self._raw()
+        raw = self.raw()
         end = raw.find(b"\r\n\r\n")
         if end < 0:
             return
@@ -200,7 +201,7 @@ def _lines(raw: bytes, spans: list[tuple[int, int]]) -> Iterator[tuple[int, byte
 
 
 def _read_events(answer: Answer, lines: Iterator[tuple[float, bytes]]) -> None:
-    texts: list[str] = []
+    texts = answer.texts
     finished = False
     for at, line in lines:
         if not line.startswith(b"data:"):

@@ -37,6 +37,8 @@ class Child:
         self.ready: Ready | None = None
         self.gone = False
         self.heard = time.monotonic()
+        self.silent_since: float | None = None
+        """When it was last heard, while its silence is reported (the launcher's to say)."""
         self._fatal: Fatal | None = None
         self._wake = wake
         ours, theirs = socket.socketpair()

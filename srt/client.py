@@ -41,13 +41,17 @@ from sapwood.srt.messages import (
     Stats,
     TextPrompt,
 )
-from sapwood.srt.params import SamplingParams
+from sapwood.srt.params import SamplingParams, Scheduling
 
 logger = logging.getLogger("sapwood.client")
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
 Event = Started | Read | Chunk | Ended
 Question = Literal["flush", "state", "check", "tree", "explain", "tokenize", "detokenize"]
+
+_EVENTS = (Chunk, Started, Read, Ended)
+MOST_FRAMES = 8
+"""That are taken in at once: their events of a stream wake its reader once."""
 
 TOO_SLOW = ErrorInfo(
     503, "server_error", "slow_reader", "the client reads too slowly: the request was aborted"
@@ -58,12 +62,13 @@ WALKED_AWAY = ErrorInfo(499, "client_error", "client_disconnected", "the client 
 class Observer(Protocol):
     """Sees every event of every stream once, when it arrives; must be quick and must not raise.
 
-    `arrived` is `time.monotonic()` when the request was submitted, `namespace` the cache it looked into.
+    `arrived` is `time.monotonic()` when the request was submitted, `now` when the event came; `namespace` is
+    the cache it looked into.
     """
 
     def on_started(self, event: Started, namespace: str) -> None: ...
 
-    def on_chunk(self, event: Chunk, arrived: float) -> None: ...
+    def on_chunk(self, event: Chunk, arrived: float, now: float) -> None: ...
 
     def on_ended(self, event: Ended, arrived: float) -> None: ...
 
@@ -92,21 +97,27 @@ class Stream:
         self.on_end: Callable[[], None] | None = None
         self.deadline: asyncio.TimerHandle | None = None
 
-    def put(self, event: Event) -> bool:
+    def put(self, event: Started | Read | Chunk) -> bool:
         """Add an event for the reader. False, and nothing added, if too many wait already."""
         assert not self.ended, "an event after the terminal one"
-        self.ended = isinstance(event, Ended)
-        if not self.ended and len(self._events) >= self._limit:
+        if len(self._events) >= self._limit:
             return False
         self._events.append(event)
         self.wake.set()
-        if self.ended and self.on_end is not None:
-            self.on_end()
         return True
+
+    def end(self, event: Ended) -> None:
+        """Add the terminal event, for which there is always room."""
+        assert not self.ended, "a second terminal event"
+        self.ended = True
+        self._events.append(event)
+        self.wake.set()
+        if self.on_end is not None:
+            self.on_end()
 
     def ready(self) -> list[Event]:
         """Every event that waits, without waiting for one."""
-        events = list(self._events)
+        events = [*self._events]
         self._events.clear()
         return events
 
@@ -136,7 +147,10 @@ async def merge(streams: Sequence[Stream]) -> AsyncIterator[list[tuple[int, Even
     open_streams = dict(enumerate(streams))
     for stream in streams:
         stream.wake = wake
+    wake.set()  # for what has come already
     while open_streams:
+        if not wake.is_set():
+            await wake.wait()
         wake.clear()
         batch = [(i, event) for i, stream in open_streams.items() for event in stream.ready()]
         for i, event in batch:
@@ -144,8 +158,6 @@ async def merge(streams: Sequence[Stream]) -> AsyncIterator[list[tuple[int, Even
                 del open_streams[i]
         if batch:
             yield batch
-        else:
-            await wake.wait()
 
 
 class Client:
@@ -198,14 +210,17 @@ class Client:
         namespace: str = "",
         rid: str | None = None,
         timeout: float | None = None,
+        scheduling: Scheduling | None = None,
+        streamed: bool = True,
     ) -> Stream:
-        """Start one request. `params` have been checked; `rid` is the client's own name for it.
+        """Start one request. `params` and `scheduling` have been checked; `rid` is the client's own
+        name for it.
 
         A request that has not ended within `timeout` or `--request-timeout` seconds, whichever is less, is
         aborted, and its stream ends with DeadlineExceeded (408 by its own time). Raises Conflict if a live
         request has that name, Overloaded if the tokenizer's queue is full, and Unavailable after `fail_all`.
         """
-        return self.submit_all([(prompt, params)], namespace, rid, timeout)[0]
+        return self.submit_all([(prompt, params)], namespace, rid, timeout, 0.0, scheduling, streamed)[0]
 
     def submit_all(
         self,
@@ -214,10 +229,12 @@ class Client:
         rid: str | Sequence[str] | None = None,
         timeout: float | None = None,
         waited: float = 0.0,
+        scheduling: Scheduling | None = None,
+        streamed: bool = True,
     ) -> list[Stream]:
         """Start several requests, or none of them. One `rid` names them all; a list names each.
 
-        `waited` seconds of their time are over.
+        `waited` seconds of their time are over. If not `streamed`, Chunks may be few and large.
         """
         names: list[str | None]
         names = [rid] * len(items) if rid is None or isinstance(rid, str) else list(rid)
@@ -232,7 +249,9 @@ class Client:
             stream = self._open(name, namespace)
             stream.arrived -= waited
             streams.append(stream)
-            message = Generate(stream.rid, prompt, params, namespace, stream.arrived)
+            message = Generate(
+                stream.rid, prompt, params, namespace, stream.arrived, scheduling or Scheduling(), streamed
+            )
             if not self._outboxes[stream.tokenizer].send(message):
                 self._end(stream, Overloaded("the tokenizer's queue is full").info())
                 for other in streams:
@@ -339,7 +358,7 @@ class Client:
         if not self._streams:
             self._idle.set()
         ended = Ended(stream.rid, error)
-        stream.put(ended)
+        stream.end(ended)
         if self._observer is not None:
             self._observer.on_ended(ended, stream.arrived)
 
@@ -361,9 +380,10 @@ class Client:
                 self._unsent.append((tokenizer, abort))
 
     async def _receive(self) -> None:
+        # However many frames wait, the readers run before their buffers could be full of them.
+        most = max(1, min(MOST_FRAMES, self._config.stream_buffer // 128))
         while True:
-            for message in await self._inbox.receive():
-                self._take(message)
+            self._take(await self._inbox.receive(most))
             if self._unsent:
                 self._send_unsent()
             # A socket that always has a frame would never let the readers run.
@@ -374,15 +394,17 @@ class Client:
             logger.error("the server cannot receive any more", exc_info=error)
             self.fail_all(ErrorInfo(500, "server_error", "internal_error", "the server cannot receive"))
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message, Stats):
-            self.latest_stats = message
-        elif isinstance(message, Answer):
-            self._answer(message)
-        elif isinstance(message, Started | Read | Chunk | Ended):
-            stream = self._streams.get(message.rid)
-            if stream is not None:  # else it ended here first: the reader went away or was too slow
-                self._deliver(stream, message)
+    def _take(self, batch: list[Any]) -> None:
+        now = time.monotonic()
+        for message in batch:
+            if isinstance(message, _EVENTS):
+                stream = self._streams.get(message.rid)
+                if stream is not None:  # else it ended here first: the reader went away or was too slow
+                    self._deliver(stream, message, now)
+            elif isinstance(message, Stats):
+                self.latest_stats = message
+            elif isinstance(message, Answer):
+                self._answer(message)
 
     def _answer(self, answer: Answer) -> None:
         future = self._calls.get(answer.call)
@@ -393,14 +415,14 @@ class Client:
         else:
             future.set_result(answer.data)
 
-    def _deliver(self, stream: Stream, event: Event) -> None:
+    def _deliver(self, stream: Stream, event: Event, now: float) -> None:
         if isinstance(event, Ended):
             self._end(stream, event.error)
         elif not stream.put(event):
             self._send_abort(stream)
             self._end(stream, TOO_SLOW)
         elif self._observer is not None:
-            if isinstance(event, Started):
+            if isinstance(event, Chunk):
+                self._observer.on_chunk(event, stream.arrived, now)
+            elif isinstance(event, Started):
                 self._observer.on_started(event, stream.namespace)
-            elif isinstance(event, Chunk):
-                self._observer.on_chunk(event, stream.arrived)

@@ -105,10 +105,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Annotated[
         Literal["last", "mean"], Flag("what /v1/embeddings makes of a prompt's hidden states")
     ] = "last"
+    stream_interval: Annotated[
+        int, Flag("tokens that a stream's piece holds at least, but for its first and its last", 1, 1024)
+    ] = 1
     drain_timeout: Annotated[float, Flag("seconds that running requests get after SIGTERM", 0, 86400)] = 30.0
     heartbeat_timeout: Annotated[
         float, Flag("seconds without a heartbeat after which a process counts as dead", 1, 3600)
     ] = 30.0
+    restart_worker: Annotated[
+        bool, Flag("when the worker dies, end what runs with an error and start another one")
+    ] = False
 
     max_running_requests: Annotated[int, Flag("rows of a step", 1, 4096)] = 64
     max_queued_requests: Annotated[int, Flag("waiting requests; one more is answered 429", 1, 1_000_000)] = (
@@ -127,8 +133,51 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int, Flag("token budget of a step; longer prompts are split; -1: never split", -1, 2**20)
     ] = 256
     schedule_policy: Annotated[
-        Literal["lpm", "fcfs"], Flag("lpm: longest cached prefix first, with ageing; fcfs: first come")
+        Literal["lpm", "fcfs", "dfs-weight", "lof", "priority", "fair"],
+        Flag(
+            "who goes next: lpm: longest cached prefix; fcfs: first come; dfs-weight: the heaviest branch of "
+            "the prefix tree; lof: longest output; priority: the requests' own; fair: tenants (API keys) by "
+            "what they have used. How far any request is overtaken is bounded"
+        ),
     ] = "lpm"
+    schedule_low_priority_values_first: Annotated[
+        bool, Flag("with --schedule-policy priority, lower numbers go first")
+    ] = False
+    schedule_conservativeness: Annotated[
+        float,
+        Flag(
+            "factor on the output that running requests are expected to need room for: higher admits fewer "
+            "and retracts less",
+            0.01,
+            100,
+        ),
+    ] = 1.0
+    queue_timeout: Annotated[
+        float | None,
+        Flag(
+            "seconds after which a request that still waits gets an error; a request may ask for less",
+            0.001,
+            86400,
+        ),
+    ] = None
+    radix_eviction_policy: Annotated[
+        Literal["lru", "lfu", "slru", "priority"],
+        Flag(
+            "what is evicted first: lru: used the longest time ago; lfu: by the fewest requests; "
+            "slru: by one request only; priority: by requests of the lowest priority"
+        ),
+    ] = "lru"
+    cache_isolation: Annotated[
+        Literal["key", "none"],
+        Flag("key: with several --api-key, each has a cache of its own; none: they share one"),
+    ] = "key"
+    shared_prefixes: Annotated[
+        str | None,
+        Flag(
+            "a file of prompts (JSON lines) that are computed at start, stay cached, and are shared by "
+            "all keys and salts"
+        ),
+    ] = None
     disable_radix_cache: Annotated[bool, Flag("keep nothing between requests")] = False
     disable_overlap_schedule: Annotated[bool, Flag("plan a step only after the result of the last")] = False
 

@@ -18,7 +18,7 @@ from sapwood.srt.offline import OfflineRuntime
 from sapwood.srt.offline_requests import Sampling
 from sapwood.srt.offline_work import Call
 from sapwood.srt.progress import bar
-from sapwood.srt.server import info, sampling
+from sapwood.srt.server import info
 from sapwood.srt.server.native_protocol import Generated
 from sapwood.srt.server.outcome import vector
 
@@ -30,14 +30,28 @@ STREAM_BUFFER = 2**20
 """A program that looks away for a while is no slow reader: its stream holds more than any answer has."""
 
 
-class Fields(TypedDict, total=False):
+class Placing(TypedDict, total=False):
+    """How requests are cached and ordered.
+
+    Those with different `cache_salt` share no cached prefix. A higher `priority` goes first, with
+    `schedule_policy="priority"`. What a request has put into the cache is kept for `keep` seconds after its
+    end, if there is room for that. One that still waits after `queue_timeout` seconds raises
+    DeadlineExceeded.
+    """
+
+    cache_salt: str | None
+    priority: int | None
+    keep: float | None
+    queue_timeout: float | None
+
+
+class Fields(Placing, total=False):
     """Fields of `/generate` that the methods of Engine take as keyword arguments.
 
     With `return_logprob` the output's logprobs come, and the prompt's from `logprob_start_len` on (-1: none);
     at each place `top_logprobs_num` alternatives and the tokens `token_ids_logprob`: for all prompts, or a
     list with an entry for each. `rid` names the requests: one name (told apart by a number if there are
-    several prompts) or a list. Requests with different `cache_salt` share no cached prefix. A request that
-    has not ended after `timeout` seconds raises DeadlineExceeded.
+    several prompts) or a list. A request that has not ended after `timeout` seconds raises DeadlineExceeded.
     """
 
     return_logprob: bool | list[bool]
@@ -45,7 +59,6 @@ class Fields(TypedDict, total=False):
     top_logprobs_num: int | list[int]
     token_ids_logprob: list[int] | list[list[int]] | None
     rid: str | list[str] | None
-    cache_salt: str | None
     timeout: float | None
 
 
@@ -139,15 +152,15 @@ class Engine:
         prompt: str | list[str] | list[int] | list[list[int]],
         *,
         pooling: Literal["last", "mean"] | None = None,
-        cache_salt: str | None = None,
         progress: bool = True,
+        **fields: Unpack[Placing],
     ) -> Any:
         """The prompt's hidden state as a vector of length 1: its last token's or the mean.
 
         Which, `pooling` says (default: the configuration's). Returns a dict with `embedding` (a list of
         floats) and `meta_info`, or a list of them for a list.
         """
-        work = offline_requests.embedding(self._runtime.service, prompt, pooling, cache_salt)
+        work = offline_requests.embedding(self._runtime.service, prompt, pooling, fields)
         answers = [
             {
                 "embedding": vector(outcome.pooled[0]).tolist(),
@@ -166,10 +179,11 @@ class Engine:
 
     def cache_explain(self, prompt: Prompt, *, cache_salt: str | None = None) -> dict[str, Any]:
         """What the prefix cache would find for `prompt` now, and where and why it stops; changes nothing."""
-        asked = offline_requests.one_prompt(self._runtime.service, prompt)
-        question = self._runtime.service.client.ask(
-            "explain", prompt=asked, namespace=sampling.namespace(cache_salt), options={"reveal": True}
-        )
+        service = self._runtime.service
+        asked = offline_requests.one_prompt(service, prompt)
+        where = offline_requests.place(service, cache_salt=cache_salt)
+        options = {"reveal": True, "unsalted": where.scheduling.unsalted}
+        question = service.client.ask("explain", prompt=asked, namespace=where.namespace, options=options)
         return self._runtime.run(question)
 
     def flush_cache(self) -> dict[str, Any]:

@@ -136,6 +136,18 @@ class OwnDeadlineExceeded(DeadlineExceeded):
     status = 408
 
 
+class QueueTimeout(DeadlineExceeded):
+    """The request has waited for its turn as long as the server lets it, and has never run."""
+
+    default_code = "queue_timeout"
+
+
+class OwnQueueTimeout(QueueTimeout):
+    """The same, by the time that the request itself has set."""
+
+    status = 408
+
+
 class ProcessDied(Unavailable):
     """A process of the runtime has ended or fallen silent. `expected`: it said what the user can mend.
 
@@ -174,7 +186,7 @@ class ModelError(SapwoodError):
 
 _FROM_ELSEWHERE: tuple[type[SapwoodError], ...] = (
     BadRequest, ContextTooLong, ModelNotFound, Conflict, TooLarge, Overloaded, Unavailable, ProcessDied,
-    DeadlineExceeded,
+    DeadlineExceeded, QueueTimeout,
 )  # fmt: skip
 
 

@@ -19,9 +19,9 @@ JOIN_SECONDS = 15.0
 class LaunchThread:
     """Starts, watches and ends the processes of one runtime.
 
-    `launch` returns once they are ready; `on_death` hears, in the thread, of a death later on, after which
-    none is left. `close` ends them, and so does the end of this program, whatever ended it. With a role
-    "server", `listener` is the socket that it accepts on.
+    `launch` returns once they are ready. In the thread, `on_serve` hears when the cache has begun empty
+    again, and `on_death` of a death later on, after which none is left. `close` ends them, and so does the
+    end of this program, whatever ended it. With a role "server", `listener` is the socket that it accepts on.
     """
 
     def __init__(
@@ -31,11 +31,12 @@ class LaunchThread:
         roles: Mapping[str, str],
         on_death: Callable[[ProcessDied], object],
         listener: socket.socket | None = None,
+        on_serve: Callable[[Serve], object] = lambda serve: None,
     ) -> None:
         self._owner = os.getpid()
         self._on_death = on_death
         self._ready: concurrent.futures.Future[Serve] = concurrent.futures.Future()
-        self._launcher = Launcher(config, source, roles, listener)
+        self._launcher = Launcher(config, source, roles, listener, on_serve)
         self._launcher.prepare()
         self._thread = threading.Thread(target=self._watch, name="sapwood launcher", daemon=True)
 

@@ -20,7 +20,7 @@ from sapwood.srt.llm_outputs import (
 from sapwood.srt.llm_params import SamplingParams
 from sapwood.srt.offline_work import Work
 from sapwood.srt.server.outcome import vector
-from sapwood.srt.server.sampling import namespace
+from sapwood.srt.server.tenants import Place
 
 
 class TextPrompt(TypedDict):
@@ -46,11 +46,11 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class _Read(NamedTuple):
-    """A prompt as it is sent, its text if it was given as one, and its cache namespace."""
+    """A prompt as it is sent, its text if it was given as one, and its cache_salt."""
 
     prompt: client.Prompt
     text: str | None
-    namespace: str
+    cache_salt: str | None
 
 
 class LLM:
@@ -75,17 +75,23 @@ class LLM:
         sampling_params: Sampling = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Go on with each prompt: a text, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
 
         The outputs stand in the order of the prompts, whose number has no limit. Without `sampling_params`
         the model's own defaults count, and 16 tokens; a list has one for each prompt. `use_tqdm` shows a
-        progress bar on a terminal. Raises BadRequest naming the parameter; the first error ends the call.
+        progress bar on a terminal. `priority` has one number for each prompt: the lowest go first, with
+        `scheduling_policy="priority"`. Raises BadRequest naming the parameter; the first error ends the call.
         """
         given = [prompts] if isinstance(prompts, (str, dict)) else prompts
         each = self._params(sampling_params, len(given))
         read = [self._read(one) for one in given]
-        items = [Work(one.prompt, self._checked(p), one.namespace) for one, p in zip(read, each, strict=True)]
+        order = _priorities(priority, len(given))
+        items = [
+            Work(one.prompt, self._checked(p), self._place(one, number))
+            for one, p, number in zip(read, each, order, strict=True)
+        ]
         outcomes = self._runtime.outcomes(items, use_tqdm)
         return [
             request_output(next(self._numbers), one.text, p, outcome)
@@ -138,7 +144,7 @@ class LLM:
         pooled = offline_requests.pooled(service, pooling)
         given = [prompts] if isinstance(prompts, (str, dict)) else prompts
         read = [self._read(one) for one in given]
-        items = [Work(one.prompt, pooled, one.namespace) for one in read]
+        items = [Work(one.prompt, pooled, self._place(one)) for one in read]
         return [
             EmbeddingRequestOutput(
                 str(next(self._numbers)),
@@ -208,7 +214,7 @@ class LLM:
         service = self._runtime.service
         if not isinstance(given, Mapping):
             text = given if isinstance(given, str) else None
-            return _Read(offline_requests.one_prompt(service, given), text, "")
+            return _Read(offline_requests.one_prompt(service, given), text, None)
         unknown = sorted(given.keys() - set(_PROMPT_KEYS))
         if unknown or not given.keys() & {"prompt", "prompt_token_ids"}:
             raise BadRequest(
@@ -219,10 +225,26 @@ class LLM:
         fields: Mapping[str, Any] = given
         text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
         prompt = offline_requests.one_prompt(service, text if ids is None else ids)
-        return _Read(prompt, text, namespace(fields.get("cache_salt")))
+        return _Read(prompt, text, fields.get("cache_salt"))
+
+    def _place(self, read: _Read, priority: int | None = None) -> Place:
+        return offline_requests.place(self._runtime.service, cache_salt=read.cache_salt, priority=priority)
 
     def _decode(self, ids: list[int]) -> str:
         if self._tokenizer is None:
             self._tokenizer = self.get_tokenizer()
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+
+def _priorities(given: Sequence[int] | None, count: int) -> Sequence[int | None]:
+    """One for each of `count` prompts. Raises BadRequest."""
+    if given is None:
+        return [None] * count
+    if isinstance(given, int) or len(given) != count:
+        raise BadRequest(
+            f"priority must have one entry for each of the {count} prompts, got "
+            f"{given if isinstance(given, int) else len(given)}",
+            param="priority",
+        )
+    return given

@@ -60,7 +60,8 @@ class Generate(Message):
     """One prompt with its n choices. The answer: Started, Chunks, and exactly one Ended.
 
     `namespace` separates caches: requests with different ones share nothing. `arrived` is
-    `time.monotonic()` of the server (one clock for all processes of a machine).
+    `time.monotonic()` of the server (one clock for all processes of a machine). If not
+    `streamed`, nobody sees the Chunks one by one: they may be few and large.
     """
 
     rid: str
@@ -69,6 +70,7 @@ class Generate(Message):
     namespace: str = ""
     arrived: float = 0.0
     scheduling: Scheduling = Scheduling()
+    streamed: bool = True
 
 
 class Abort(Message):
@@ -366,9 +368,10 @@ class StepResult(Message):
 
 
 class WorkerReady(Message):
-    """The worker's weights are loaded; `num_slots` KV slots exist."""
+    """The weights of worker `index` are loaded; `num_slots` KV slots exist."""
 
     num_slots: int
+    index: int = 0
 
 
 AnyMessage = (

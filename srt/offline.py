@@ -21,7 +21,9 @@ from sapwood.srt.errors import ModelError, ProcessDied, Unavailable
 from sapwood.srt.launch import ENGINE_ROLES
 from sapwood.srt.launch_thread import JOIN_SECONDS, LaunchThread, closed
 from sapwood.srt.offline_work import Gate, Work, outcomes
+from sapwood.srt.orders import Serve
 from sapwood.srt.progress import bar
+from sapwood.srt.server import shared_prefixes
 from sapwood.srt.server.outcome import Outcome
 from sapwood.srt.server.service import Service
 
@@ -43,7 +45,7 @@ class OfflineRuntime:
         self._door = threading.RLock()
         self._open = True
         self._connected = False
-        self._launcher = LaunchThread(config, source, roles, self._died)
+        self._launcher = LaunchThread(config, source, roles, self._died, on_serve=self._begun_anew)
         self._loop = asyncio.new_event_loop()
         self.service = Service(config, source, Client(config, self._launcher.directory))
         self.gate = Gate(config.max_queued_requests)
@@ -52,11 +54,13 @@ class OfflineRuntime:
         try:
             self.run(self.service.client.start())
             self._connected = True
+            self._prefixes = shared_prefixes.read(self.service)
             ready = self._launcher.launch()
+            listed = self.run(shared_prefixes.compute(self.service, self._prefixes))
         except BaseException:
             self.close()
             raise
-        self.service.facts = ready.facts
+        self.service.facts = {**ready.facts, **listed}
         self.service.max_request_tokens = ready.max_request_tokens
         self.service.state = "ready"
 
@@ -117,6 +121,11 @@ class OfflineRuntime:
 
     def _died(self, error: ProcessDied) -> None:
         self.soon(self.service.client.fail_all, error.info())
+
+    def _begun_anew(self, serve: Serve) -> None:
+        self.service.max_request_tokens = serve.max_request_tokens
+        with contextlib.suppress(Unavailable):
+            self.submit(shared_prefixes.compute_again(self.service, self._prefixes))
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)

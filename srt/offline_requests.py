@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,8 +17,8 @@ from sapwood.srt.server import generation
 from sapwood.srt.server.chat_prompt import chat_prompt
 from sapwood.srt.server.native_protocol import GenerateRequest, NativeSampling
 from sapwood.srt.server.protocol import ChatRequest
-from sapwood.srt.server.sampling import namespace
 from sapwood.srt.server.service import Service
+from sapwood.srt.server.tenants import Place, PlaceFields
 
 T = TypeVar("T")
 
@@ -89,11 +89,16 @@ def is_list(prompt: Any) -> bool:
     return isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
 
 
-def embedding(service: Service, prompt: Any, pooling: str | None, cache_salt: str | None) -> list[Work]:
-    """The work of embedding one prompt or a list of them. Raises BadRequest."""
+def embedding(service: Service, prompt: Any, pooling: str | None, fields: Mapping[str, Any]) -> list[Work]:
+    """The work of embedding one prompt or a list of them; `fields` say their place. Raises BadRequest."""
     prompts = [one_prompt(service, one) for one in (prompt if is_list(prompt) else [prompt])]
-    checked = pooled(service, pooling)
-    return [Work(one, checked, namespace(cache_salt)) for one in prompts]
+    checked, where = pooled(service, pooling), place(service, **fields)
+    return [Work(one, checked, where) for one in prompts]
+
+
+def place(service: Service, **fields: Any) -> Place:
+    """Where a request goes that says these fields of PlaceFields. Raises BadRequest."""
+    return service.tenants.place(_convert(fields, PlaceFields))
 
 
 def pooled(service: Service, pooling: str | None) -> params.SamplingParams:

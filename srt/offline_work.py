@@ -19,6 +19,7 @@ from sapwood.srt.server.generation import NativeShape
 from sapwood.srt.server.native_protocol import Generated, GenerateRequest
 from sapwood.srt.server.outcome import Outcome
 from sapwood.srt.server.service import Service
+from sapwood.srt.server.tenants import Place
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class Work(NamedTuple):
 
     prompt: Prompt
     params: SamplingParams
-    namespace: str = ""
+    place: Place = Place()
 
 
 async def side_by_side(
@@ -123,10 +124,11 @@ async def outcomes(
     """What each of `items` gives, in order. The first error cancels the rest and is raised."""
 
     async def one(number: int) -> Outcome:
-        prompt, params, namespace = items[number]
+        prompt, params, place = items[number]
 
         def start() -> tuple[list[Stream], Outcome]:
-            streams = service.submit([(prompt, params)], namespace=namespace, rid=uuid.uuid4().hex)
+            rid = uuid.uuid4().hex
+            streams = service.submit([(prompt, params)], place=place, rid=rid, streamed=False)
             return streams, Outcome(1, params.n)
 
         streams, outcome = await gate.start(1, start)

@@ -11,7 +11,10 @@ from sapwood.srt.messages import Message
 
 
 class Boot(Message):
-    """The first message a child gets: all that it needs to know."""
+    """The first message a child gets: all that it needs to know.
+
+    `index` tells tokenizers apart, and a worker from those before it.
+    """
 
     config: Config
     source: ModelSource
@@ -25,14 +28,15 @@ class Beat(Message):
 
 
 class Ready(Message):
-    """A child can do its work. `facts` are printed at start; `max_request_tokens` is set by the scheduler."""
+    """A child can do its work. `facts` are printed at start; `max_request_tokens` is set by the scheduler,
+    which says it again whenever it has begun anew with an empty cache."""
 
     facts: dict[str, str] = msgspec.field(default_factory=dict)
     max_request_tokens: int = 0
 
 
 class Serve(Message):
-    """Launcher → server: every process is ready."""
+    """Launcher → server: every process is ready; once more whenever the cache begins empty again."""
 
     max_request_tokens: int
     facts: dict[str, str]
@@ -52,13 +56,27 @@ class Died(Message):
     message: str
 
 
+class Restart(Message):
+    """Launcher → scheduler, server: the worker has died, which `message` tells; another one is being started,
+    with this index."""
+
+    index: int
+    message: str
+
+
+class Trouble(Message):
+    """Launcher → server: why nothing is computed at present, though it may be again; empty once it is."""
+
+    message: str
+
+
 class Drain(Message):
     """Launcher → server: admit nothing more, finish or abort what runs, then exit with 0."""
 
     seconds: float
 
 
-AnyOrder = Boot | Beat | Ready | Serve | Fatal | Died | Drain
+AnyOrder = Boot | Beat | Ready | Serve | Fatal | Died | Restart | Trouble | Drain
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyOrder)

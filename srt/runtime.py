@@ -70,7 +70,8 @@ class Runtime:
         """The JSON text of what `/generate` answers for `prompt`, a text or a list of them.
 
         `fields` are others of that route: `input_ids` in place of `prompt`, `return_logprob`,
-        `logprob_start_len`, `top_logprobs_num`, `token_ids_logprob`, `rid`, `cache_salt`.
+        `logprob_start_len`, `top_logprobs_num`, `token_ids_logprob`, `rid`, `cache_salt`, `priority`, `keep`,
+        `queue_timeout`.
         """
         return json.dumps(self._post("/generate", _body(prompt, sampling_params, fields)))
 

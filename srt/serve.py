@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
 import sapwood
+from sapwood.srt import log
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import ConfigError, ProcessDied
 from sapwood.srt.launch import Interrupted, Launcher
@@ -25,10 +26,11 @@ def serve(config: Config, resolve: Callable[[Config], ModelSource], roles: Mappi
     """Serve the model that `resolve` finds until told to stop; returns the exit code.
 
     0 after a first SIGTERM or SIGINT: running requests get `drain_timeout` seconds, during start-up it ends
-    at once. 143 or 130 after a second one, which cuts them off. 1 when a process dies, or the server
-    does not end in time. 2 when a process refuses its configuration or its model. Raises ConfigError and
-    ModelError before anything is started.
+    at once. 143 or 130 after a second one, which cuts them off. 1 when a process dies (a worker with
+    --restart-worker: too often), or the server does not end in time. 2 when a process refuses its flags
+    or its model. Raises ConfigError and ModelError before anything is started.
     """
+    log.set_up("launcher", config.log_level, config.log_format)
     began = time.monotonic()
     signals = _Signals(_raise)
     try:

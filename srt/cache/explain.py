@@ -39,7 +39,8 @@ class Trace(NamedTuple):
             found.append(_segment(self.child, self.node.depth, self.matched - self.node.depth))
         node = self.node
         while node.parent is not None and len(found) < limit:
-            found.append(_segment(node, node.parent.depth, len(node.slots)))
+            if node.key:
+                found.append(_segment(node, node.parent.depth, len(node.slots)))
             node = node.parent
         return found[::-1]
 

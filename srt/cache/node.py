@@ -12,6 +12,8 @@ import numpy as np
 from sapwood.srt.cache.slots import SlotArray
 
 unpack_token = struct.Struct("<i").unpack_from
+LOWEST = -(2**31)
+"""No priority is below it."""
 _NO_SLOTS: SlotArray = np.empty(0, np.int32)
 
 
@@ -24,10 +26,14 @@ def token_at(ids: bytes, offset: int) -> int:
 class Node:
     """The tokens of one edge and the KV slots that hold them, below `parent`.
 
-    A root has an empty key and no parent; so has no parent whatever was taken out of the tree. `depth` is in
-    tokens, from the root to the node's end. `lock_count` counts the rows that use the node or one below it.
-    `last_use` is a tick of the tree's clock, never older than a child's. `hits` counts the requests whose
-    cached prefix went through all of the node. `queued` belongs to the order of eviction, `spots` to the
+    A root has an empty key, and no parent unless it is a door; whatever was taken out of the tree has no
+    parent either. `depth` is in tokens, from the start to the node's end. `lock_count` counts the rows that
+    use the node or one below it, `pins` the pins on it or below. `listed` nodes end a shared prefix (see
+    roots.py).
+
+    Eviction goes by these, none of which is ever less than a child's, or becomes less: `last_use` is a tick
+    of the tree's clock; `hits` counts the requests whose cached prefix went through all of the node;
+    `priority` is the highest of those that used it. `queued` belongs to the order of eviction, `spots` to the
     tree's follower.
     """
 
@@ -38,9 +44,12 @@ class Node:
         "hits",
         "key",
         "last_use",
+        "listed",
         "lock_count",
         "namespace",
         "parent",
+        "pins",
+        "priority",
         "queued",
         "slots",
         "spots",
@@ -54,8 +63,11 @@ class Node:
         self.children: dict[int, Node] = {}
         self.depth: int = len(slots) + (parent.depth if parent else 0)
         self.lock_count = 0
+        self.pins = 0
         self.last_use = 0
         self.hits = 0
+        self.priority = LOWEST
+        self.listed = False
         self.queued = False
         self.crc: int | None = None
         self.spots: dict[Any, Any] | None = None
@@ -74,7 +86,7 @@ class Node:
             stack.extend(node.children.values())
 
     def path_slots(self) -> SlotArray:
-        """The slots from the root to this node's end, `[depth]`, in an array of their own."""
+        """The slots from the start to this node's end, `[depth]`, in an array of their own."""
         parts = []
         node = self
         while node.parent is not None:
@@ -84,7 +96,7 @@ class Node:
         return np.concatenate(parts) if parts else _NO_SLOTS.copy()
 
     def path_crc(self) -> int:
-        """CRC-32 of all ids from the root to this node's end, wherever the edges are split."""
+        """CRC-32 of all ids from the start to this node's end, wherever the edges are split."""
         if self.crc is not None:
             return self.crc
         missing = [self]
@@ -97,11 +109,21 @@ class Node:
 
 
 class Root(Node):
-    """The empty start of a namespace's paths; `total_nodes` and `total_tokens` are what hangs below it."""
+    """The empty start of a namespace's paths: its own root, or a door, where they go on below `end`, the end
+    of a listed prefix, as if that were their own.
 
-    __slots__ = ("total_nodes", "total_tokens")
+    The namespace's own root knows its `doors` by their ends; `total_nodes` and `total_tokens` are what hangs
+    below it and them.
+    """
 
-    def __init__(self, namespace: str) -> None:
-        super().__init__(namespace, None, b"", _NO_SLOTS)
+    __slots__ = ("doors", "total_nodes", "total_tokens")
+
+    def __init__(self, namespace: str, end: Node | None = None) -> None:
+        super().__init__(namespace, end, b"", _NO_SLOTS)
+        self.doors: dict[Node, Root] = {}
         self.total_nodes = 0
         self.total_tokens = 0
+
+    def starts(self) -> list[Root]:
+        """This root and its doors."""
+        return [self, *self.doors.values()]

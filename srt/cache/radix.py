@@ -19,12 +19,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sapwood.srt.cache import invariants
-from sapwood.srt.cache.eviction import Lru
+from sapwood.srt.cache.eviction import Order, Policy
 from sapwood.srt.cache.explain import Ghosts, Trace
 from sapwood.srt.cache.node import Node, Root, token_at, unpack_token
+from sapwood.srt.cache.pins import MAX_PINNED_SHARE, Pins
+from sapwood.srt.cache.roots import Roots
 from sapwood.srt.cache.slots import SlotArray, SlotPool
 from sapwood.srt.cache.snapshot import snapshot
 from sapwood.srt.messages import Stopped
+from sapwood.srt.namespaces import LISTED
 
 _ID = np.dtype("<i4")
 
@@ -57,54 +60,72 @@ class Follower(Protocol):
         """What `node`, which has spots, had from the end of `into` on, and which began with `token`, is no
         longer cached: `into` is `node` itself if its end was cut off, else what was above it."""
 
+    def listed(self) -> None:
+        """A prefix was listed: lookups of all namespaces may begin elsewhere now."""
+
 
 class RadixTree:
-    """Prefixes of any length, shared to the token; one root a namespace, and nothing shared between them."""
+    """Prefixes of any length, shared to the token; nothing is shared between namespaces but what is listed
+    (see roots.py). What goes first when slots are needed is a matter of `eviction` and of pins."""
 
-    def __init__(self, pool: SlotPool, ghost_size: int = 4096) -> None:
+    def __init__(self, pool: SlotPool, eviction: Policy = "lru", ghost_size: int = 4096) -> None:
         self.cached_tokens = 0
         self.evictable_tokens = 0
         self.num_nodes = 0
         self.follower: Follower | None = None
         self._pool = pool
-        self._roots: dict[str, Root] = {}
-        self._order = Lru()
+        self._roots = Roots()
+        self._order = Order(eviction)
+        self._pins = Pins(int(pool.total * MAX_PINNED_SHARE))
         self._ghosts = Ghosts(ghost_size)
         self._clock = 0
 
     @property
     def namespaces(self) -> list[str]:
         """Those that hold something."""
-        return [name for name, root in self._roots.items() if root.children]
+        return [name for name, root in self._roots.by_name.items() if root.total_nodes]
 
-    def root(self, namespace: str) -> Root:
-        """The root of a namespace, made if need be: it stays while something is cached or it has spots."""
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Root(namespace)
-        return root
+    @property
+    def pinned_tokens(self) -> int:
+        """Tokens on pinned paths."""
+        return self._pins.tokens
 
-    def prune_root(self, namespace: str) -> None:
-        """Drop the root if nothing hangs on it."""
-        root = self._roots.get(namespace)
-        if root is not None and not root.children and not root.spots:
-            del self._roots[namespace]
+    @property
+    def listed_tokens(self) -> int:
+        """Tokens of listed prefixes: they are locked for ever."""
+        return self._roots.listed_tokens
 
-    def peek(self, namespace: str, ids: bytes, limit: int) -> tuple[int, Stopped]:
-        """What `match` would find, changing nothing: the number of tokens, and why no more."""
+    def keep(self, node: Node) -> Node:
+        """`node` of a trace, in the tree: a root is put there if need be, and stays while something is cached
+        below it or it has spots."""
+        return self._roots.keep(node) if isinstance(node, Root) else node
+
+    def prune(self, node: Node) -> None:
+        """Drop the node if it is a root and nothing hangs on it."""
+        if isinstance(node, Root):
+            self._roots.prune(node)
+
+    def peek(
+        self, namespace: str, ids: bytes, limit: int, unsalted: str | None = None
+    ) -> tuple[int, Stopped]:
+        """What `match` would find, changing nothing: the number of tokens, and why no more.
+
+        That the namespace `unsalted` has more is told, and nothing else of other namespaces.
+        """
         trace = self.trace(namespace, ids, limit)
-        return trace.matched, self._stopped(namespace, ids, limit, trace)
+        return trace.matched, self._stopped(namespace, ids, limit, trace, unsalted)
 
     def trace(self, namespace: str, ids: bytes, limit: int, known: Node | None = None) -> Trace:
         """Where the longest cached prefix of `ids` ends, of at most `limit` tokens; to be read before the
         tree changes. `known` is the node of an earlier trace of ids that `ids` begins with: if it is still in
-        the tree, the search goes on from there.
+        the tree, the search goes on from there, whatever has been listed since.
         """
         # A node that stays in the tree may lose its end, but the path to it never changes otherwise.
-        known = known if known is not None and known.parent is not None and known.depth <= limit else None
-        node = known or self._roots.get(namespace)
-        if node is None:
-            return Trace(Root(namespace), None, 0)
+        node: Node
+        if known is None or known.depth > limit or (known.key and known.parent is None):
+            node = self._roots.start(namespace, ids, limit)
+        else:
+            node = self._roots.present(known) if isinstance(known, Root) else known
         at, end = 4 * node.depth, min(4 * limit, len(ids))
         while at < end:
             child = node.children.get(unpack_token(ids, at)[0])
@@ -126,8 +147,9 @@ class RadixTree:
         self._touch(node)
         return Match(trace.matched, node, node.path_slots())
 
-    def note_hit(self, node: Node) -> None:
+    def note_hit(self, node: Node, priority: int = 0) -> None:
         """Count a request that begins with the path to `node`. A lookup may be repeated: this is not."""
+        self._raise_priority(node, priority)
         while node.parent is not None:
             node.hits += 1
             node = node.parent
@@ -149,34 +171,62 @@ class RadixTree:
             node.lock_count -= 1
             if node.lock_count == 0:
                 self.evictable_tokens += len(node.slots)
-                if not node.children:
+                if not node.children and node.key:
                     self._order.push(node)
             node = node.parent
 
-    def insert(self, namespace: str, ids: bytes, slots: SlotArray) -> Inserted:
+    def pin(self, node: Node, until: float) -> bool:
+        """Evict the path to `node` last, as far as it is its namespace's own, until `expire` is told that
+        time. A second pin of a node prolongs the first. False, and nothing done, if more than
+        MAX_PINNED_SHARE of all slots would be on pinned paths."""
+        assert node.parent is not None or not node.key, "the pinned node is no longer in the tree"
+        return not node.key or self._pins.add(node, until)
+
+    def expire(self, now: float) -> None:
+        """End the pins whose time is over. O(1) if there is none."""
+        for node in self._pins.expire(now):
+            self._order.push(node)
+
+    def list_prefix(self, node: Node) -> None:
+        """Share the path to `node`, of the namespace LISTED, with all namespaces from now on, and keep it for
+        ever. What they have cached of it themselves is found no more: only rows that use it already go on.
+        """
+        assert node.namespace == LISTED, "only what is in LISTED can be listed"
+        assert node.parent is not None, "only what is in the tree can be listed"
+        if node.listed:
+            return
+        self.lock(node)
+        self._roots.add_end(node)
+        if self.follower is not None:
+            self.follower.listed()
+
+    def insert(
+        self, namespace: str, ids: bytes, slots: SlotArray, known: Node | None = None, priority: int = 0
+    ) -> Inserted:
         """Cache `ids` `[n]`, computed into `slots` `[n]`: afterwards `match` finds all of it.
 
         Tokens that are cached already keep the tree's slots. The others' slots, `slots[existing:]`, now
         belong to the tree; those of `slots[:existing]` that differ from the tree's stay the caller's own.
+        A row that has locked a node says it as `known`: its path goes on from there.
         """
         assert len(ids) == 4 * len(slots), f"{len(ids)} bytes of ids for {len(slots)} slots"
-        if ids:
-            self.root(namespace)
-        trace = self.trace(namespace, ids, len(slots))
+        trace = self.trace(namespace, ids, len(slots), known)
         node, existing = self._end_of(trace), trace.matched
         if existing < len(slots):
-            node = self._add(node, ids[4 * existing :], slots[existing:])
+            node = self._add(self.keep(node), ids[4 * existing :], slots[existing:])
         self._touch(node)
+        self._raise_priority(node, priority)
         return Inserted(existing, node)
 
     def evict(self, tokens: int) -> int:
-        """Free the least recently used `tokens` tokens that no row uses, or all there are; returns how many.
+        """Free `tokens` tokens that no row uses, or all there are; returns how many.
 
-        Only the ends of unlocked paths go, token by token: the last leaf is trimmed to what is needed.
+        Only the ends of unlocked paths go, in the order of eviction, token by token: the last leaf is trimmed
+        to what is needed.
         """
         freed: list[SlotArray] = []
         left = tokens
-        while left > 0 and (leaf := self._order.pop()) is not None:
+        while left > 0 and (leaf := self._victim()) is not None:
             if len(leaf.slots) > left:
                 freed.append(self._trim(leaf, left))
                 left = 0
@@ -187,27 +237,27 @@ class RadixTree:
         return self._give_back(freed)
 
     def flush(self, namespace: str | None = None) -> int:
-        """Drop all that no row uses, in one namespace or all (None), and what was known of evicted edges;
-        returns how many tokens were freed. Paths that rows have locked stay, and stay shared.
+        """Drop all that no row uses, and all pins, in one namespace or all (None), and what was known of
+        evicted edges; returns how many tokens were freed. Paths that rows have locked stay, and stay shared,
+        and so does what is listed.
         """
         freed: list[SlotArray] = []
-        for name in [namespace] if namespace is not None else self.namespaces:
-            root = self._roots.get(name)
-            if root is not None:
-                self._drop_unlocked(root, freed)
-                self.prune_root(name)
+        self._pins.clear(namespace)
+        for start in [root for root in self._roots if namespace is None or root.namespace == namespace]:
+            self._drop_unlocked(start, freed)
+            self._roots.prune(start)
         self._order.prune()
         self._ghosts.clear(namespace)
         return self._give_back(freed)
 
     def nodes(self) -> Iterator[Node]:
         """Every node, roots included, parents first."""
-        for root in self._roots.values():
+        for root in self._roots:
             yield from root.subtree()
 
     def check(self) -> None:
         """Walk over everything; AssertionError that says what is wrong."""
-        invariants.check_tree(self, self._roots, self._order)
+        invariants.check_tree(self, self._roots, self._order, self._pins)
 
     def snapshot(
         self,
@@ -219,13 +269,15 @@ class RadixTree:
         max_nodes: int = 1000,
     ) -> dict[str, Any]:
         """The tree as plain values, for a person (see snapshot.py); bounded in work and in size."""
-        return {"clock": self._clock, **snapshot(self._roots, depth, limit, ids, namespaces, max_nodes)}
+        roots = self._roots.by_name
+        return {"clock": self._clock, **snapshot(roots, depth, limit, ids, namespaces, max_nodes)}
 
-    def _stopped(self, namespace: str, ids: bytes, limit: int, trace: Trace) -> Stopped:
+    def _stopped(self, namespace: str, ids: bytes, limit: int, trace: Trace, unsalted: str | None) -> Stopped:
         at = 4 * trace.matched
         if at == min(4 * limit, len(ids)):
             return "last_token"
-        if namespace and self.trace("", ids, limit).matched > trace.matched:
+        other = unsalted if unsalted is not None else namespace
+        if other != namespace and self.trace(other, ids, limit).matched > trace.matched:
             return "namespace"
         if len(self._ghosts):
             crc = zlib.crc32(ids[4 * trace.node.depth : at], trace.node.path_crc())
@@ -245,8 +297,10 @@ class RadixTree:
         assert lower.parent is not None
         upper = Node(lower.namespace, lower.parent, lower.key[: 4 * n], lower.slots[:n])
         upper.lock_count = lower.lock_count
+        upper.pins = lower.pins
         upper.last_use = lower.last_use
         upper.hits = lower.hits
+        upper.priority = lower.priority
         lower.parent.children[token_at(upper.key, 0)] = upper
         lower.key = lower.key[4 * n :]
         lower.slots = lower.slots[n:]
@@ -269,7 +323,7 @@ class RadixTree:
         return node
 
     def _count(self, namespace: str, nodes: int, tokens: int) -> None:
-        root = self._roots[namespace]
+        root = self._roots.by_name[namespace]
         root.total_nodes += nodes
         root.total_tokens += tokens
         self.num_nodes += nodes
@@ -279,6 +333,22 @@ class RadixTree:
         while node.parent is not None:
             node.last_use = now
             node = node.parent
+
+    def _raise_priority(self, node: Node, priority: int) -> None:
+        while node.parent is not None and node.priority < priority:
+            node.priority = priority
+            node = node.parent
+
+    def _victim(self) -> Node | None:
+        """The leaf that is evicted next; if it has a pin, that is broken."""
+        while (leaf := self._order.pop()) is not None:
+            if not leaf.pins:
+                return leaf
+            self._pins.set_aside(leaf)
+        leaf = self._pins.take()
+        if leaf is not None:
+            self._pins.remove(leaf)
+        return leaf
 
     def _trim(self, leaf: Node, n: int) -> SlotArray:
         """Cut the last `n` tokens off a leaf; it goes back in the order."""
@@ -308,8 +378,8 @@ class RadixTree:
             self.follower.shrank(leaf, token, parent)
         if parent.children:
             return
-        if parent.parent is None:
-            self.prune_root(leaf.namespace)
+        if isinstance(parent, Root):
+            self._roots.prune(parent)
         elif parent.lock_count == 0:
             self._order.push(parent)
 

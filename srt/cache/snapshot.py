@@ -27,13 +27,14 @@ def snapshot(
     max_nodes: int,
 ) -> dict[str, Any]:
     """`namespaces` (None: those that hold most, at most `limit`), each with its totals and `depth` levels of
-    nodes, breadth first: of each node the `limit` most recently used children and the first `ids` ids.
+    nodes, breadth first: of each node the `limit` most recently used children and the first `ids` ids. The
+    first nodes that a namespace has below listed prefixes are among its first level.
 
     At most `max_nodes` nodes are shown; `truncated` says that there was more within depth and limit, or that
     a node had more children than could be looked at (then the newest were).
     """
     looking = Looking()
-    roots = {name: root for name, root in roots.items() if root.children}
+    roots = {name: root for name, root in roots.items() if root.total_nodes}
     shown = _shown_roots(roots, namespaces, limit, looking)
     pictures = []
     todo: deque[tuple[Node, dict[str, Any], int]] = deque()
@@ -42,7 +43,7 @@ def snapshot(
             "namespace": root.namespace,
             "nodes": root.total_nodes,
             "tokens": root.total_tokens,
-            "num_children": len(root.children),
+            "num_children": sum(len(start.children) for start in root.starts()),
             "children": [],
         }
         pictures.append(picture)
@@ -50,12 +51,12 @@ def snapshot(
     left = max_nodes
     while todo:
         node, picture, levels = todo.popleft()
-        if levels == 0 or not node.children:
+        if levels == 0 or not picture["num_children"]:
             continue
         if left == 0 or looking.left == 0:
             looking.truncated = True
             break
-        children = looking.most_recent(node.children.values(), limit)
+        children = _children(node, limit, looking)
         looking.truncated |= len(children) > left
         for child in children[:left]:
             picture["children"].append(_picture(child, ids))
@@ -70,6 +71,14 @@ def _shown_roots(
     if namespaces is not None:
         return [roots[name] for name in namespaces if name in roots]
     return heapq.nlargest(limit, looking.newest(roots.values()), key=lambda root: root.total_tokens)
+
+
+def _children(node: Node, limit: int, looking: Looking) -> list[Node]:
+    """The `limit` most recently used children; of a root, its doors' are among them."""
+    if not isinstance(node, Root):
+        return looking.most_recent(node.children.values(), limit)
+    found = [child for root in node.starts() for child in looking.most_recent(root.children.values(), limit)]
+    return heapq.nlargest(limit, found, key=lambda child: child.last_use)
 
 
 def _picture(node: Node, ids: int) -> dict[str, Any]:

@@ -13,8 +13,8 @@ models` lists, by default SmolLM2-135M-Instruct; what is not on this machine is 
 be given as an environment variable too: --port is SAPWOOD_PORT.
 
 SIGTERM or Ctrl-C finishes what runs (--drain-timeout) and exits with 0; a second one stops at once, with
-143 or 130. If a process dies, every request in flight gets an error and the exit code is 1. A wrong flag
-or model: 2.
+143 or 130. If a process dies, every request in flight gets an error and the exit code is 1 (for the worker,
+see --restart-worker). A wrong flag or model: 2.
 """
 
 

@@ -52,7 +52,16 @@ ANYWAY: tuple[Entry, ...] = (
         sglang="disable_tokenizer_batch_decode?=*",
     ),
     *group("anyway", "an idle scheduler sleeps", sglang="sleep_on_idle?"),
-    *group("anyway", "every prefix is shared by matching, with no cascade", vllm="disable_cascade_attn?"),
+    *group(
+        "anyway",
+        "attention that reads a shared prefix once changes no bit of an answer",
+        vllm="disable_cascade_attn?",
+    ),
+    *group(
+        "anyway",
+        "a request with a priority gets a 400 where nothing goes by priorities",
+        sglang="abort_on_priority_when_disabled?",
+    ),
     *group("anyway", "nothing is kept on a disk for grammars", sglang="disable_outlines_disk_cache?"),
     *group("anyway", "no progress bar is drawn while weights load", vllm="use_tqdm_on_load?=false"),
 )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from sapwood.srt import config
 from sapwood.srt.errors import ConfigError
 from sapwood.srt.flags.entry import ANY, Entry
-from sapwood.srt.flags.keywords import Setting, merge, setting_of
+from sapwood.srt.flags.keywords import Setting, merge, settings_of
 from sapwood.srt.flags.table import by_name
 
 _SWITCHED = {"true": True, "false": False}
@@ -50,8 +50,8 @@ def read(arguments: Sequence[str], own: Collection[str] = ()) -> Read:
                 f"before it or write {flag.written}=VALUE; if they are, put the model before it",
                 param=flag.field,
             )
-        if (setting := _setting(flag, value)) is not None:
-            settings.append(setting)
+        if found := _settings(flag, value):
+            settings += found
         elif flag.entry is not None:
             notes.append(
                 f"{flag.entry.shown(flag.written, value)}: {flag.entry.reason or 'asks for nothing'}"
@@ -122,18 +122,21 @@ def _words(left: list[str]) -> list[str]:
     return words
 
 
-def _setting(flag: _Flag, value: Any) -> Setting | None:
-    """What the flag sets. None: it asks for what happens anyway, or, with the text None, for nothing."""
+def _settings(flag: _Flag, value: Any) -> list[Setting]:
+    """What the flag sets. Nothing: it asks for what happens anyway, or, with the text None, for nothing."""
     written = flag.written
     if value == "None" and flag.entry is not None:
-        return None
+        return []
     if flag.switch:
         value = _SWITCHED.get(value.lower(), value) if isinstance(value, str) else value
         written = "--" + written.removeprefix("--no-") if value is False else written
     if flag.entry is not None:
-        setting = setting_of(flag.entry, written, value)
+        found = settings_of(flag.entry, written, value)
     else:
-        setting = Setting(flag.field, value, flag.written if flag.switch else f"{written} {value}")
-    if setting is not None and isinstance(setting.value, str):
-        return setting._replace(value=config.parse(setting.field, setting.value, written))
-    return setting
+        found = [Setting(flag.field, value, flag.written if flag.switch else f"{written} {value}")]
+    return [
+        setting._replace(value=config.parse(setting.field, setting.value, written))
+        if isinstance(setting.value, str)
+        else setting
+        for setting in found
+    ]

@@ -21,7 +21,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     `name` is its Python keyword (`max_model_len` is `--max-model-len`), or a short flag with its dash.
 
     "same": it sets the field `target`; `becomes` maps those values that are written otherwise (to None:
-    they ask for the contrary of what the other value sets). "anyway": what it asks for is always so.
+    they ask for the contrary of what the other value sets); `also` maps values to a second field that they
+    set, and its value. "anyway": what it asks for is always so.
     "refused": it cannot be had. Of the latter two, `accepts` are the values that ask for what happens anyway.
 
     `wrong` maps values (`*`: all others) to the reason why they cannot be had, `reason` is why in general
@@ -35,6 +36,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     listed: bool = False
     target: str = ""
     becomes: dict[str, Any] = {}
+    also: dict[str, tuple[str, Any]] = {}
     accepts: tuple[str, ...] = ()
     wrong: dict[str, str] = {}
     reason: str = ""
@@ -134,6 +136,7 @@ def same(
     vocabulary: Vocabulary,
     *,
     becomes: dict[str, Any] | None = None,
+    also: dict[str, tuple[str, Any]] | None = None,
     wrong: dict[str, str] | None = None,
     switch: bool = False,
     listed: bool = False,
@@ -149,6 +152,7 @@ def same(
             listed=listed,
             target=target,
             becomes=becomes or {},
+            also=also or {},
             wrong=wrong or {},
             reason=note,
         )

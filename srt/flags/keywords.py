@@ -29,14 +29,14 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
     What asks for what happens anyway, or is None, is left out. Raises ConfigError naming the keyword for what
     is refused, for two keywords that contradict each other, and for a name that nobody knows.
     """
-    settings = []
+    settings: list[Setting] = []
     for name, value in values.items():
         entry = by_name().get(name)
         if entry is not None:
             if value is None:
                 continue
-            if (setting := setting_of(entry, name, value)) is not None:
-                settings.append(setting)
+            if found := settings_of(entry, name, value):
+                settings += found
             else:
                 logger.debug("%s: %s", entry.shown(name, value), entry.reason)
         elif name in config.Config.__struct_fields__:
@@ -50,8 +50,16 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: setting.value for name, setting in merge(settings).items()}
 
 
-def setting_of(entry: Entry, written: str, value: Any) -> Setting | None:
-    """What `entry` with `value` sets; None if it asks for what happens anyway. Raises ConfigError."""
+def settings_of(entry: Entry, written: str, value: Any) -> list[Setting]:
+    """What `entry` with `value` sets; nothing if it asks for what happens anyway. Raises ConfigError."""
+    setting = _setting_of(entry, written, value)
+    if setting is None:
+        return []
+    second = entry.also.get(text_of(value))
+    return [setting] if second is None else [setting, Setting(*second, setting.written)]
+
+
+def _setting_of(entry: Entry, written: str, value: Any) -> Setting | None:
     text = text_of(value)
     if entry.switch and text not in (TRUE, FALSE):
         raise ConfigError(f"{written} is on or off (true or false), got {value!r}", param=entry.name)

@@ -58,6 +58,8 @@ def _working(entry: Entry) -> str:
     for text, value in entry.becomes.items():
         if value is not None and value != text:
             notes.append(f"`{text}` is `{str(value).lower() if isinstance(value, bool) else value}`")
+    for text, (field, value) in entry.also.items():
+        notes.append(f"`{text}` sets `{config.option(field)}` to {str(value).lower()} too")
     wrong: dict[str, list[str]] = {}
     for text, reason in entry.wrong.items():
         wrong.setdefault(reason, []).append("all else" if text == ANY else f"`{text}`")

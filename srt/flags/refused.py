@@ -216,9 +216,9 @@ REFUSED: tuple[Entry, ...] = (
     ),
     *group(
         "refused",
-        "a chunk is sent as soon as its token is there",
-        both="stream_interval=1",
+        "a piece of a stream is sent as soon as its tokens are there",
         sglang="batch_notify_size",
+        instead="use --stream-interval",
     ),
     *group(
         "refused",

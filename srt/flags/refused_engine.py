@@ -174,7 +174,7 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
         hicache_storage_prefetch_policy hicache_storage_backend_extra_config enable_lmcache?
         lmcache_config_file enable_flexkv? flexkv_config_file radix_cache_backend
         enable_unified_memory? enable_page_major_kv_layout? prefill_only_disable_kv_cache?
-        radix_eviction_policy=lru disable_chunked_prefix_cache?=* enable_double_sparsity?
+        disable_chunked_prefix_cache?=* enable_double_sparsity?
         ds_channel_config_path ds_heavy_channel_num ds_heavy_token_num ds_heavy_channel_type
         ds_sparse_decode_threshold enable_hisparse? hisparse_config/hierarchical_sparse_attention_extra_config
         swa_full_tokens_ratio=1
@@ -187,19 +187,20 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
     # ---- scheduling
     *group(
         "refused",
-        "requests have no priorities: the policies are lpm and fcfs",
-        sglang="""
-        enable_priority_scheduling? disable_priority_preemption?=* default_priority_value
-        abort_on_priority_when_disabled? schedule_low_priority_values_first?
-        priority_scheduling_preemption_threshold
-        """,
-        instead="use --schedule-policy",
+        "with --schedule-policy priority, any request of a higher priority may take the place of a lower one",
+        sglang="disable_priority_preemption? priority_scheduling_preemption_threshold=0|1",
+    ),
+    *group(
+        "refused",
+        "a request without a priority has 0",
+        sglang="default_priority_value=0",
+        instead="send the priority with the request",
     ),
     *group(
         "refused",
         "admission follows from the slots that are free and the budget of a step",
         sglang="""
-        schedule_conservativeness=1 prefill_max_requests prefill_decode_interval=0
+        prefill_max_requests prefill_decode_interval=0
         min_free_slots_delay=1 retraction_policy
         """,
         vllm="""
@@ -207,7 +208,7 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
         max_long_partial_prefills=1 long_prefill_token_threshold=0 scheduler_reserve_full_isl?
         watermark=0 scheduler_delay_factor=0 scheduler_cls
         """,
-        instead="use --max-running-requests and --chunked-prefill-size",
+        instead="use --max-running-requests, --chunked-prefill-size and --schedule-conservativeness",
     ),
     *group(
         "refused",

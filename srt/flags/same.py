@@ -16,16 +16,19 @@ _OTHER_QUANTIZATION = (
 _INVERSE: dict[str, bool | None] = {TRUE: False, FALSE: True}
 
 _PLAIN: tuple[tuple[str, Vocabulary], ...] = (
-    ("model_path skip_tokenizer_init host port api_key chat_template", "both"),
+    ("model_path skip_tokenizer_init host port api_key chat_template stream_interval", "both"),
     (
         "context_length admin_api_key max_running_requests max_queued_requests max_total_tokens "
         "mem_fraction_static chunked_prefill_size disable_radix_cache disable_overlap_schedule "
-        "random_seed log_level log_requests",
+        "random_seed log_level log_requests schedule_low_priority_values_first schedule_conservativeness",
         "sglang",
     ),
 )
 _LISTED = {"api_key", "admin_api_key"}
-_SWITCHES = {"skip_tokenizer_init", "log_requests", "disable_radix_cache", "disable_overlap_schedule"}
+_SWITCHES = {
+    "skip_tokenizer_init", "log_requests", "disable_radix_cache", "disable_overlap_schedule",
+    "schedule_low_priority_values_first",
+}  # fmt: skip
 
 OUR_NAMES: tuple[Entry, ...] = (
     *(
@@ -60,9 +63,16 @@ OUR_NAMES: tuple[Entry, ...] = (
         "schedule_policy",
         "schedule_policy",
         "sglang",
-        wrong=dict.fromkeys(
-            ("random", "dfs-weight", "lof", "priority", "routing-key"), "the policies are lpm and fcfs"
-        ),
+        wrong={
+            "random": "no order is left to chance",
+            "routing-key": "a request carries no routing key: its prefix tells what it shares",
+        },
+    ),
+    *same(
+        "radix_eviction_policy",
+        "radix_eviction_policy",
+        "sglang",
+        wrong=dict.fromkeys(("fifo", "mru", "filo"), "what is in use, or was of use, stays"),
     ),
     *same(
         "attention_backend",
@@ -104,9 +114,11 @@ ALIASES: tuple[Entry, ...] = (
           becomes={TRUE: None, FALSE: -1}),
     *same("disable_radix_cache", "enable_prefix_caching", "vllm", switch=True, becomes=_INVERSE),
     *same("disable_overlap_schedule", "async_scheduling", "vllm", switch=True, becomes=_INVERSE),
-    *same("schedule_policy", "scheduling_policy", "vllm", wrong={
-        "priority": "requests have no priorities: the policies are lpm and fcfs",
+    *same("schedule_policy", "scheduling_policy", "vllm", also={
+        "priority": ("schedule_low_priority_values_first", True),
     }),
+    *same("schedule_policy", "enable_priority_scheduling", "sglang", switch=True,
+          becomes={TRUE: "priority", FALSE: None}),
     *same("random_seed", "seed", "vllm"),
     *same("log_requests", "enable_log_requests", "vllm", switch=True),
     *same("log_requests", "disable_log_requests", "vllm", switch=True, becomes=_INVERSE),

@@ -12,9 +12,6 @@ from sapwood.srt.messages import Admitted, Verdict
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.state import State
 
-RESERVE = 16
-"""Output tokens per row for which there must be room at admission; beyond that rows may be retracted."""
-
 
 @dataclass(slots=True)
 class Admission:
@@ -48,6 +45,19 @@ def admit(state: State, budget: int) -> list[Admission]:
     return admitted
 
 
+def fits(state: State, sequence: Sequence) -> bool:
+    """Whether there are a row and slots for the sequence, as far as is known without looking it up."""
+    spot = sequence.spot
+    need = _need(state, sequence, spot.matched if spot is not None else 0)
+    return _rows_suffice(state, sequence) and need <= state.available - _promised(state)
+
+
+def _need(state: State, sequence: Sequence, matched: int) -> int:
+    """Slots that a sequence of which `matched` tokens are cached needs beyond those."""
+    request, total = sequence.request, len(sequence.ids)
+    return total - matched + state.outputs.of(len(request.prompt) + request.max_tokens - total)
+
+
 def _rows_suffice(state: State, sequence: Sequence) -> bool:
     if sequence.resumed:
         return state.rows.num_free > 0
@@ -58,45 +68,50 @@ def _rows_suffice(state: State, sequence: Sequence) -> bool:
 def _seat(state: State, sequence: Sequence, promised: int) -> Admission | None:
     """Match, lock and give a row; None (and nothing changed) if there are too few slots beside `promised`."""
     rows, tree, request = state.rows, state.tree, sequence.request
-    total = len(sequence.ids)
     found = tree.match(request.namespace, sequence.ids.tobytes(), sequence.matchable)
     tree.lock(found.node)
-    left = len(request.prompt) + request.max_tokens - total
-    need = total - found.length + min(left, RESERVE)
+    need = _need(state, sequence, found.length)
     if need > state.available - promised:
         tree.unlock(found.node)
         return None
     if not request.admitted:
-        tree.note_hit(found.node)
+        tree.note_hit(found.node, request.priority)
         reads: Literal["logprobs", "pooling"] = "pooling" if request.params.pooling else "logprobs"
-        limit = sequence.matchable
-        _first_admission(
-            state, request, verdict(state, request.namespace, sequence.ids.tobytes(), limit, reads)
-        )
+        ids, limit = sequence.ids.tobytes(), sequence.matchable
+        told = verdict(state, request.namespace, ids, limit, reads, request.unsalted)
+        _first_admission(state, request, told)
     row = rows.seat(sequence, found.slots, found.node)
     del state.waiting[sequence.key]
-    state.queue.seat(sequence, found.node, total - found.length)
+    state.queue.seat(sequence, found.node)
     return Admission(row, found.slots, need)
 
 
 def verdict(
-    state: State, namespace: str, ids: bytes, limit: int, reads: Literal["logprobs", "pooling"]
+    state: State,
+    namespace: str,
+    ids: bytes,
+    limit: int,
+    reads: Literal["logprobs", "pooling"],
+    unsalted: str | None = None,
 ) -> Verdict:
     """What a request with the prompt `ids`, which may take `limit` tokens of it from the cache, finds now,
-    and why no more: what it `reads` of the prompt, if the tree has more than that."""
+    and why no more: what it `reads` of the prompt, if the tree has more than that; or its salt, if what it
+    would find in the namespace `unsalted` is more."""
     if state.config.disable_radix_cache:
         return Verdict(0, "disabled")
-    matched, stopped = state.tree.peek(namespace, ids, len(ids) // 4 - 1)
-    return Verdict(limit, reads) if matched > limit else Verdict(matched, stopped)
+    matched, stopped = state.tree.peek(namespace, ids, len(ids) // 4 - 1, unsalted)
+    if matched <= limit:
+        return Verdict(matched, stopped)
+    # It may be less than the limit: inside a listed prefix nothing is found.
+    return Verdict(state.tree.peek(namespace, ids, limit)[0], reads)
 
 
 def _promised(state: State) -> int:
-    """Slots that running rows still need: the rest of their prompts and a reserve of output each."""
+    """Slots that running rows still need: the rest of their prompts and the output to be expected of them."""
     rows = state.rows
     active = rows.active
-    rest = np.maximum(rows.length - rows.planned, 0)
-    output = np.clip(rows.limit - rows.length, 0, RESERVE)
-    return int((rest + output)[active].sum())
+    rest = np.maximum(rows.length[active] - rows.planned[active], 0)
+    return int((rest + state.outputs.of(rows.limit[active] - rows.length[active])).sum())
 
 
 def _first_admission(state: State, request: Request, verdict: Verdict) -> None:

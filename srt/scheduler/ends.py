@@ -6,8 +6,10 @@ from typing import Literal
 
 import numpy as np
 
+from sapwood.srt.cache.node import Node
 from sapwood.srt.errors import ErrorInfo
 from sapwood.srt.messages import Done
+from sapwood.srt.namespaces import LISTED
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.state import State
 
@@ -26,30 +28,45 @@ def keep_in_tree(state: State, row: int, count: int) -> None:
     node = rows.node[row]
     if count <= node.depth:
         return
-    inserted = tree.insert(
-        sequence.request.namespace, rows.ids[row, :count].tobytes(), rows.slots[row, :count]
-    )
+    request = sequence.request
+    ids, slots = rows.ids[row, :count].tobytes(), rows.slots[row, :count]
+    # From its own node on: the slots above it are the tree's, in that very place.
+    inserted = tree.insert(request.namespace, ids, slots, node, request.priority)
     tree.lock(inserted.node)
     tree.unlock(node)
     rows.node[row] = inserted.node
     rows.private[row] -= count - inserted.existing
 
 
-def release(state: State, row: int, keep: int) -> None:
+def release(state: State, row: int, keep: int) -> Node:
     """Give up all of the row's slots: the first `keep` tokens to the tree, the rest to the pool, once.
+    Returns where the row's path in the tree ends.
 
     In-order execution in the worker makes this safe while a step that writes to them is in flight: whoever
     gets the slots next writes in a later step.
     """
     rows = state.rows
     keep_in_tree(state, row, keep)
-    own, node = rows.own(row), rows.node[row]
+    own = rows.own(row)
+    node: Node = rows.node[row]
     shared = node.path_slots()
     given = len(shared)
     duplicates = own[:given][own[:given] != shared]
     state.pool.free(np.concatenate([duplicates, own[given:]]))
     state.tree.unlock(node)
     rows.private[row] = 0
+    return node
+
+
+def _retain(state: State, request: Request, node: Node) -> None:
+    """What the request has put into the tree, down to `node`, may have to stay there for a while."""
+    if request.namespace == LISTED:
+        if node.depth == len(request.prompt):
+            state.tree.list_prefix(node)
+            left = state.pool.total - state.tree.listed_tokens
+            state.max_request_tokens = min(state.max_request_tokens, left)
+    elif request.keep > 0:
+        state.tree.pin(node, state.clock() + request.keep)
 
 
 def finish(
@@ -67,12 +84,16 @@ def finish(
     request, rows = sequence.request, state.rows
     if sequence.row >= 0:
         keep = min(len(request.prompt) + max(n, 1) - 1, int(rows.done[sequence.row]))
-        release(state, sequence.row, 0 if reason == "error" else keep)
+        node = release(state, sequence.row, 0 if reason == "error" else keep)
         rows.vacate(sequence.row)
+        if reason != "error":
+            _retain(state, request, node)
     else:
         state.waiting.pop(sequence.key, None)
     state.queue.discard(sequence)
     del state.sequences[sequence.key]
+    if reason in ("stop", "length"):
+        state.outputs.ended(n, request.max_tokens)
     state.tell(request.tokenizer, Done(request.key, sequence.choice, n, reason, matched, error))
     unborn = range(1, request.params.n) if not request.forked else ()
     for choice in unborn:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from sapwood.srt import messages
-from sapwood.srt.errors import ContextTooLong, Overloaded, SapwoodError
+from sapwood.srt.errors import ContextTooLong, Overloaded, OwnQueueTimeout, QueueTimeout, SapwoodError
 from sapwood.srt.messages import Cancel, Done, Refused, StopAt, Submit
+from sapwood.srt.namespaces import LISTED
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.scheduler.ends import finish
 from sapwood.srt.scheduler.request import Request, Sequence
@@ -23,11 +24,13 @@ def submit(state: State, message: Submit) -> None:
         return
     prompt = messages.unpack(message.ids)
     try:
-        max_tokens = _room(state, len(prompt), message.params)
+        max_tokens = room(state, len(prompt), message.params)
+        _require_place(state)
     except SapwoodError as e:
         state.tell(message.tokenizer, Refused(message.key, e.info()))
         return
-    params = message.params
+    params, scheduling = message.params, message.scheduling
+    sign = 1 if state.config.schedule_low_priority_values_first else -1
     request = Request(
         key=message.key,
         tokenizer=message.tokenizer,
@@ -40,18 +43,48 @@ def submit(state: State, message: Submit) -> None:
         arrived=message.arrived,
         order=state.orders,
         live=params.n,
+        urgency=sign * scheduling.priority if state.config.schedule_policy == "priority" else 0,
+        priority=-sign * scheduling.priority,
+        tenant=state.tenants.setdefault(scheduling.tenant, len(state.tenants)),
+        keep=scheduling.keep,
+        unsalted=scheduling.unsalted,
         reads_from=params.reads_from(len(prompt)),
         forked=params.n == 1,
     )
     state.orders += 1
-    first = Sequence(request, 0, prompt)
+    _limit_wait(state, request, scheduling.queue_timeout)
+    enqueue(state, request)
+
+
+def enqueue(state: State, request: Request) -> None:
+    """`request`, which has never run, begins to wait."""
+    first = Sequence(request, 0, request.prompt)
     state.requests[request.key] = request
     state.sequences[first.key] = first
     state.wait(first)
 
 
-def _room(state: State, prompt_tokens: int, params: SamplingParams) -> int:
-    """How many tokens the request may produce; raises if its prompt can never fit or the queue is full."""
+def _limit_wait(state: State, request: Request, own: float | None) -> None:
+    limits = [limit for limit in (own, state.config.queue_timeout) if limit is not None]
+    if limits and request.namespace != LISTED:  # the server waits for those before it begins
+        state.deadlines.add(request, min(limits), min(limits) == own)
+
+
+def expire(state: State) -> None:
+    """End those that have waited too long for their turn. Takes no time if there are none."""
+    if not len(state.deadlines):
+        return
+    for over in state.deadlines.over(state.clock()):
+        kind = OwnQueueTimeout if over.own else QueueTimeout
+        error = kind(
+            f"the request has waited for its turn for more than {over.limit:g} s "
+            + ("(queue_timeout)" if over.own else "(--queue-timeout)")
+        )
+        finish(state, state.sequences[over.request.key], 0, "error", None, error.info())
+
+
+def room(state: State, prompt_tokens: int, params: SamplingParams) -> int:
+    """How many tokens a request may produce. Raises ContextTooLong if its prompt can never fit."""
     limit, asked = state.max_request_tokens, params.max_tokens
     if prompt_tokens > limit or (prompt_tokens == limit and asked != 0):
         raise ContextTooLong(
@@ -59,13 +92,16 @@ def _room(state: State, prompt_tokens: int, params: SamplingParams) -> int:
             f" (context length {state.context_length}, KV pool {state.pool.total} slots)",
             param="prompt",
         )
+    left = limit - prompt_tokens
+    return left if asked is None else min(asked, left)
+
+
+def _require_place(state: State) -> None:
     if len(state.waiting) >= state.config.max_queued_requests:
         raise Overloaded(
             f"{len(state.waiting)} requests are waiting, the limit is {state.config.max_queued_requests}"
             " (--max-queued-requests)"
         )
-    room = limit - prompt_tokens
-    return room if asked is None else min(asked, room)
 
 
 def stop_at(state: State, message: StopAt) -> None:

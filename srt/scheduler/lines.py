@@ -1,10 +1,14 @@
 """One line of waiting sequences: who of it goes next.
 
-The policy's order holds until the oldest in the line has been overtaken by as much work as it may be; then
-it goes next. Work is counted in tokens to compute. So, of the sequences of one line:
+Those that have run before (retracted, or forked from a running request) go first. Then the policy's order
+holds until the oldest in the line has been overtaken by as much work as it may be; then it goes next. Work
+is counted in tokens: those of the prompt that were not cached when it came, and the output to be expected.
+So, of the requests of one line:
 
-    A request is overtaken by younger ones' work of at most `base` + SHARE x the most tokens that any request
+    A request is overtaken by younger ones' work of at most `base` + `share` x the most work that any request
     not younger than it found waiting when it came, and one admission.
+
+(But for the time in which all of the MAX_LOOK oldest wait for what others compute.)
 
 Nothing is sorted: spots (see spots.py) stand in a heap by the rank that they had when they last changed for
 the better. One that has changed for the worse is put right when it comes up.
@@ -15,15 +19,17 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from sapwood.srt.cache.node import Node
 from sapwood.srt.scheduler.request import Sequence
 from sapwood.srt.scheduler.spots import Spot
 
-SHARE = 0.5
-"""How much of the work that a request found waiting may overtake it."""
 MAX_LOOK = 64
 """How many of the oldest are looked at for one that does not wait for another."""
+
+REPLAN = 512
+"""The order of DepthFirst is made anew after as many admissions as there are times so many that wait."""
 
 Rank = tuple[int, ...]
 
@@ -35,16 +41,21 @@ def by_arrival(sequence: Sequence) -> Rank:
 
 class Line:
     """Sequences that are ordered among each other: `rank` orders those at one spot; with `by_match` the
-    spots with most cached tokens go first, else the one whose first sequence has the lowest rank. Without
-    `base` there is no bound on overtaking."""
+    spots with most cached tokens go first, else the one whose first sequence has the lowest rank. `base` is
+    the work by which any request may be overtaken, `share` that part of the work that it found waiting."""
 
     def __init__(
-        self, base: int | None, rank: Callable[[Sequence], Rank] = by_arrival, by_match: bool = False
+        self,
+        base: int,
+        share: float,
+        rank: Callable[[Sequence], Rank] = by_arrival,
+        by_match: bool = False,
     ) -> None:
         self.waiting = 0
-        self.tokens = 0
-        """Tokens of those that wait."""
-        self._base = base
+        self.work = 0
+        """That of those that wait."""
+        self.base = base
+        self.share = share
         self._rank = rank
         self._by_match = by_match
         self._heap: list[tuple[Rank, int, Spot]] = []
@@ -56,25 +67,31 @@ class Line:
         """Their work in all."""
 
     def join(self, sequence: Sequence) -> None:
-        """`sequence` begins to wait in this line. Its spot is told by `enter`."""
+        """`sequence` begins to wait in this line. Its spot is told by `enter`, its work by `weigh`."""
         sequence.line = self
-        sequence.ahead = self.tokens
+        sequence.ahead, sequence.work = self.work, 0
         self.waiting += 1
-        self.tokens += len(sequence.ids)
-        if self._base is not None:
+        if not sequence.resumed:
             self._fifo.append(sequence)
+
+    def weigh(self, sequence: Sequence, work: int) -> None:
+        """It is so much work, as far as is known."""
+        sequence.work = work
+        self.work += work
 
     def leave(self, sequence: Sequence) -> None:
         """It waits no more."""
         assert sequence.line is self
         sequence.line = None
         self.waiting -= 1
-        self.tokens -= len(sequence.ids)
+        self.work -= sequence.work
         if len(self._fifo) > 2 * self.waiting + MAX_LOOK:
             self._fifo = deque(s for s in self._fifo if s.line is self)
 
     def admitted(self, sequence: Sequence, work: int) -> None:
-        """`sequence`, which has left, goes ahead with `work` tokens to compute."""
+        """`sequence`, which has left, goes ahead; it is `work`."""
+        if sequence.resumed:
+            return
         oldest, order = self._oldest(), sequence.request.order
         if oldest is not None and order > oldest.request.order:
             heapq.heappush(self._passed, (order, work))
@@ -83,7 +100,7 @@ class Line:
     def enter(self, spot: Spot, sequence: Sequence) -> None:
         """`sequence` of this line has come to the spot."""
         heap = spot.queue.setdefault(self, [])
-        heapq.heappush(heap, (self._rank(sequence), sequence))
+        heapq.heappush(heap, ((not sequence.resumed, *self._rank(sequence)), sequence))
         if heap[0][1] is sequence:
             self.offer(spot)
 
@@ -99,17 +116,14 @@ class Line:
 
     def first(self) -> Sequence | None:
         """Who goes next; None if all who wait do so for others."""
-        oldest = self._oldest()
-        if oldest is not None and self._base is not None and self._younger >= self._allowed(oldest):
+        best, oldest = self._best(), self._oldest()
+        if best is None or best.resumed or oldest is None:
+            return best
+        if self._younger >= self.base + self.share * oldest.ahead:
             for sequence in itertools.islice((s for s in self._fifo if s.line is self), MAX_LOOK):
                 if sequence.spot is not None and not sequence.spot.blocked:
                     return sequence
-        return self._best()
-
-    def _allowed(self, oldest: Sequence) -> float:
-        """The work that may overtake it."""
-        assert self._base is not None
-        return self._base + SHARE * oldest.ahead
+        return best
 
     def _best(self) -> Sequence | None:
         heap = self._heap
@@ -142,7 +156,7 @@ class Line:
 
     def _rank_of(self, spot: Spot, first: Sequence) -> Rank:
         rank = self._rank(first)
-        return (-spot.matched, *rank) if self._by_match else rank
+        return (not first.resumed, -spot.matched if self._by_match else 0, *rank)
 
     def _oldest(self) -> Sequence | None:
         """The first to have come of those that wait."""
@@ -157,3 +171,66 @@ class Line:
         while self._passed and self._passed[0][0] < order:
             self._younger -= heapq.heappop(self._passed)[1]
         return fifo[0]
+
+
+class DepthFirst(Line):
+    """Branch by branch of the tree, at each fork the branch first in which most wait; ties by arrival. A
+    branch that was begun is gone through to its end.
+
+    The order is made anew after some admissions, and when it is used up, not at each.
+    """
+
+    def __init__(self, base: int, share: float) -> None:
+        super().__init__(base, share, by_match=True)
+        self._planned: deque[Spot] = deque()
+        self._left = 0
+        self._at: Node | None = None
+        """Where the last one was found."""
+
+    def _best(self) -> Sequence | None:
+        fallback = super()._best()
+        if fallback is None or fallback.resumed:
+            return fallback
+        for fresh in (False, True):
+            if fresh or self._left <= 0:
+                self._planned = deque(self._depth_first())
+                self._left = max(1, self.waiting // REPLAN)
+            while self._planned:
+                first = self._member(self._planned[0])
+                if first is not None and not self._planned[0].blocked:
+                    self._at = self._planned[0].node
+                    return first
+                self._planned.popleft()
+        return fallback
+
+    def admitted(self, sequence: Sequence, work: int) -> None:
+        super().admitted(sequence, work)
+        self._left -= 1
+
+    def _depth_first(self) -> list[Spot]:
+        spots = [spot for rank, _, spot in self._heap if spot.entered.get(self) == rank and not spot.blocked]
+        begun = set(_path(self._at))
+        weights: dict[Node, int] = {}
+        lowest: dict[Node, int] = {}
+        keys = []
+        for spot in spots:
+            first = self._member(spot)
+            order = first.request.order if first is not None else 0
+            keys.append(order)
+            for node in _path(spot.node):
+                weights[node] = weights.get(node, 0) + spot.size
+                lowest[node] = min(lowest.get(node, order), order)
+
+        def way(spot: Spot, order: int) -> list[Rank]:
+            steps = [(0, node not in begun, -weights[node], lowest[node]) for node in _path(spot.node)]
+            return [*reversed(steps), (1, -spot.matched, order)]
+
+        ordered = sorted(zip(spots, keys, strict=True), key=lambda each: way(*each))
+        return [spot for spot, _ in ordered]
+
+
+def _path(node: Node | None) -> Iterator[Node]:
+    """The node and all above it."""
+    while node is not None:
+        yield node
+        node = node.parent

@@ -4,67 +4,101 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from sapwood.srt import log
+from sapwood.srt import log, messages
 from sapwood.srt.cache.radix import RadixTree
 from sapwood.srt.cache.slots import SlotPool
 from sapwood.srt.channel import HIGH_WATER, Inbox, Outbox, frames
 from sapwood.srt.config import Config, ModelSource
-from sapwood.srt.errors import Overloaded
+from sapwood.srt.errors import ErrorInfo, Overloaded, ProcessDied, Unavailable
 from sapwood.srt.lifeline import Lifeline
-from sapwood.srt.messages import Ask, Cancel, Stats, StepResult, StopAt, Submit, WorkerReady
-from sapwood.srt.orders import Boot
+from sapwood.srt.messages import Ask, Cancel, Stats, Step, StepResult, StopAt, Submit, WorkerReady
+from sapwood.srt.orders import Boot, Restart
 from sapwood.srt.scheduler import intake, questions, results
+from sapwood.srt.scheduler.estimate import OutputEstimate
 from sapwood.srt.scheduler.plan import plan
 from sapwood.srt.scheduler.policy import Queue
+from sapwood.srt.scheduler.recovery import Guard, carry_over
 from sapwood.srt.scheduler.rows import Rows
 from sapwood.srt.scheduler.state import State, step_budget
 
 STATS_SECONDS = 0.2
+RETRY_SECONDS = 0.01
+"""After which a tokenizer that did not take a frame is asked again."""
+RECENT_STEPS = 8
+"""So many are kept for a dump."""
 
 
 def make_state(
     config: Config, source: ModelSource, num_slots: int, clock: Callable[[], float] = time.monotonic
 ) -> State:
     """An empty pool of `num_slots`, an empty tree, no rows. A pool below the context length caps requests."""
-    limit = min(source.context_length, num_slots)
-    pool = SlotPool(num_slots)
-    tree = RadixTree(pool)
     seed = config.random_seed if config.random_seed is not None else int.from_bytes(os.urandom(8), "little")
+    eos_ids = np.array(sorted(source.eos_ids), dtype=np.int32)
+    outputs = OutputEstimate(config.schedule_conservativeness)
+    return _empty(config, eos_ids, source.context_length, num_slots, random.Random(seed), clock, outputs)
+
+
+def _empty(
+    config: Config,
+    eos_ids: npt.NDArray[np.int32],
+    context_length: int,
+    num_slots: int,
+    seeds: random.Random,
+    clock: Callable[[], float],
+    outputs: OutputEstimate,
+) -> State:
+    limit = min(context_length, num_slots)
+    pool = SlotPool(num_slots)
+    tree = RadixTree(pool, config.radix_eviction_policy)
     return State(
         config=config,
-        eos_ids=np.array(sorted(source.eos_ids), dtype=np.int32),
-        context_length=source.context_length,
+        eos_ids=eos_ids,
+        context_length=context_length,
         pool=pool,
         tree=tree,
         rows=Rows(config.max_running_requests, limit),
-        queue=Queue(tree, config.schedule_policy, step_budget(config, source.context_length)),
+        queue=Queue(tree, config, step_budget(config, context_length), outputs),
+        outputs=outputs,
         max_request_tokens=limit,
-        seeds=random.Random(seed),
+        seeds=seeds,
         clock=clock,
     )
 
 
 class Scheduler:
-    """Drives one State: at most one step is planned while another runs (`depth` steps in flight)."""
+    """Drives one State: at most one step is planned while another runs (`depth` steps in flight).
+
+    The state is replaced by an empty one when the worker is, and when an invariant does not hold. `recent`
+    are the last steps sent.
+    """
 
     def __init__(self, state: State, send_step: Callable[[Any], bool]) -> None:
         self.state = state
+        self.recent: deque[Step] = deque(maxlen=RECENT_STEPS)
         self._send_step = send_step
         self._depth = 1 if state.config.disable_overlap_schedule else 2
         self._number = 0
+        self._first = 0
+        """The first step of this state: what comes of those before it is nobody's."""
+        self._seated: set[int] = set()
+        """Rows that the worker knows."""
+        self._has_worker = True
 
     def handle(self, message: Any) -> None:
         """Take in one message from a tokenizer or the worker."""
         match message:
             case StepResult():
-                results.apply(self.state, message)
+                if message.number >= self._first:
+                    results.apply(self.state, message)
             case Submit():
                 intake.submit(self.state, message)
             case StopAt():
@@ -75,14 +109,47 @@ class Scheduler:
                 questions.ask(self.state, message)
 
     def advance(self) -> None:
-        """Plan and send what can be planned now."""
-        while len(self.state.in_flight) < self._depth:
+        """End what has waited too long; plan and send what can be planned now."""
+        intake.expire(self.state)
+        while self._has_worker and len(self.state.in_flight) < self._depth:
             step = plan(self.state, self._number)
             if step is None:
                 return
             self._number += 1
+            self.recent.append(step)
+            if step.released or step.admitted:
+                self._seated.difference_update(messages.unpack(step.released).tolist())
+                self._seated.update(start.row for start in step.admitted)
             if not self._send_step(step):
                 raise Overloaded("the worker does not take steps")
+
+    def lose_worker(self, why: str) -> None:
+        """The worker has died, and another one will come: what has run ends with an error, what has not goes
+        on waiting. Nothing is planned until `take_worker`."""
+        error = ProcessDied(f"{why}; another one is being started: the request may be retried")
+        self._has_worker = False
+        self._seated.clear()
+        self._begin(self.state.pool.total, error.info(), waiting_too=False)
+
+    def take_worker(self, num_slots: int) -> None:
+        """Begin to plan for another worker, which has `num_slots` slots and knows nothing."""
+        if num_slots != self.state.pool.total:
+            self._begin(num_slots, Unavailable("the worker was replaced").info(), waiting_too=False)
+        self._has_worker = True
+
+    def rebuild(self, error: ErrorInfo) -> None:
+        """Give the state up: every request ends with `error`. The worker goes on; it hears with the next step
+        that its rows are free, and what it still gives of steps before that is dropped."""
+        self._begin(self.state.pool.total, error, waiting_too=True)
+
+    def _begin(self, num_slots: int, error: ErrorInfo, waiting_too: bool) -> None:
+        old = self.state
+        new = _empty(
+            old.config, old.eos_ids, old.context_length, num_slots, old.seeds, old.clock, old.outputs
+        )
+        new.rows.released = sorted(self._seated)
+        carry_over(old, new, error, waiting_too)
+        self.state, self._first = new, self._number
 
 
 class Posts:
@@ -130,46 +197,124 @@ class Reporter:
         return state.stats() != self._last
 
 
+class WorkerLink:
+    """The outbox to the worker that is there now. Each has an inbox of its own: what was sent to a dead one
+    never reaches another."""
+
+    def __init__(self, directory: str) -> None:
+        self.index = 0
+        self._directory = directory
+        self._outbox = Outbox(directory, "worker")
+
+    def send(self, step: Step) -> bool:
+        """False, and nothing sent, if the worker's queue is full."""
+        return self._outbox.send(step)
+
+    def turn_to(self, index: int) -> None:
+        """Send to worker `index` from now on."""
+        self._outbox.close()
+        self.index, self._outbox = index, Outbox(self._directory, "worker", index)
+
+
 def main(boot: Boot, lifeline: Lifeline) -> None:
     """Run until the launcher ends the process."""
-    logger = log.set_up("scheduler", boot.config.log_level, boot.config.log_format)
+    log.set_up("scheduler", boot.config.log_level, boot.config.log_format)
     inbox = Inbox(boot.directory, "scheduler")
     tokenizers = range(boot.config.tokenizer_workers)
     posts = Posts([Outbox(boot.directory, "tokenizer", i) for i in tokenizers])
-    worker = Outbox(boot.directory, "worker")
     early: list[Any] = []
-    ready: WorkerReady | None = None
-    while ready is None:
+    first: WorkerReady | None = None
+    while first is None:
         for message in inbox.receive(None):
             if isinstance(message, WorkerReady):
-                ready = message
+                first = message
             else:
                 early.append(message)
-    state = make_state(boot.config, boot.source, ready.num_slots)
-    scheduler = Scheduler(state, worker.send)
-    facts = {"longest request": f"{state.max_request_tokens} tokens, prompt and output together"}
-    if state.max_request_tokens < state.context_length:
-        facts["longest request"] += (
-            f": the KV pool ({ready.num_slots} slots) is smaller than the context ({state.context_length})"
-        )
-    lifeline.ready(facts, state.max_request_tokens)
-    logger.debug("ready with %d slots", ready.num_slots)
-    _serve(inbox, scheduler, posts, early)
+    process = SchedulerProcess(boot, lifeline, inbox, posts, first)
+    threading.Thread(target=process.listen, name="commands", daemon=True).start()
+    process.run(early)
 
 
-def _serve(inbox: Inbox, scheduler: Scheduler, posts: Posts, batch: list[Any]) -> None:
-    state, reporter = scheduler.state, Reporter()
-    while True:
-        for message in batch:
-            scheduler.handle(message)
-        scheduler.advance()
+class SchedulerProcess:
+    """The scheduler between its sockets and the launcher; `ready` is the first worker's."""
+
+    def __init__(
+        self, boot: Boot, lifeline: Lifeline, inbox: Inbox, posts: Posts, ready: WorkerReady
+    ) -> None:
+        self._boot = boot
+        self._lifeline = lifeline
+        self._inbox = inbox
+        self._posts = posts
+        self._worker = WorkerLink(boot.directory)
+        self._scheduler = Scheduler(make_state(boot.config, boot.source, ready.num_slots), self._worker.send)
+        self._guard = Guard(self._scheduler, self._tell_ready)
+        self._reporter = Reporter()
+        self._orders: deque[Any] = deque()
+        self._tell_ready()
+
+    def listen(self) -> None:
+        """Runs in a thread of its own: what the launcher says ends the wait for messages."""
+        wake = Outbox(self._boot.directory, "scheduler")
+        while True:
+            self._orders.append(self._lifeline.commands.get())
+            wake.send()
+
+    def run(self, batch: list[Any]) -> None:
+        """Take in `batch`, and whatever comes after it, for ever."""
+        while True:
+            while self._orders:
+                self._obey(self._orders.popleft())
+            for message in batch:
+                if isinstance(message, WorkerReady):
+                    self._take_worker(message)
+                else:
+                    self._guard.handle(message)
+            self._guard.advance()
+            self._tell()
+            batch = self._inbox.receive(self._patience())
+
+    def _obey(self, order: Any) -> None:
+        if isinstance(order, Restart) and order.index > self._worker.index:
+            self._worker.turn_to(order.index)
+            self._scheduler.lose_worker(order.message)
+
+    def _take_worker(self, ready: WorkerReady) -> None:
+        """A worker that is not the next one is one that has died since."""
+        # The launcher's word comes another way, and may come after the new worker's own.
+        self._obey(Restart(ready.index, "the worker died"))
+        if ready.index == self._worker.index:
+            self._scheduler.take_worker(ready.num_slots)
+            self._tell_ready()
+
+    def _tell_ready(self) -> None:
+        state = self._scheduler.state
+        longest = f"{state.max_request_tokens} tokens, prompt and output together"
+        if state.max_request_tokens < state.context_length:
+            longest += (
+                f": the KV pool ({state.pool.total} slots) is smaller than the context"
+                f" ({state.context_length})"
+            )
+        self._lifeline.ready({"longest request": longest}, state.max_request_tokens)
+
+    def _tell(self) -> None:
+        """Send what the messages so far have led to."""
+        state = self._scheduler.state
         outgoing, state.outgoing = state.outgoing, {}
-        stats = reporter.due(state)
+        stats = self._reporter.due(state)
         if stats is not None:
             outgoing.setdefault(0, []).append(stats)
         for tokenizer, told in outgoing.items():
             for frame in frames(told):
-                posts.send(tokenizer, frame)
-        sent = posts.flush()
-        timeout = 0.01 if not sent else (STATS_SECONDS if reporter.stale(state) else None)
-        batch = inbox.receive(timeout)
+                self._posts.send(tokenizer, frame)
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for messages; None: for ever."""
+        state = self._scheduler.state
+        over = state.deadlines.next()
+        waits = [
+            None if self._posts.flush() else RETRY_SECONDS,
+            STATS_SECONDS if self._reporter.stale(state) else None,
+            None if over is None else max(0.0, over - state.clock()),
+            self._guard.patience(),
+        ]
+        return min((seconds for seconds in waits if seconds is not None), default=None)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sapwood.srt import messages
 from sapwood.srt.messages import RowStart, Step
 from sapwood.srt.scheduler import admission
-from sapwood.srt.scheduler.preemption import retract_one
+from sapwood.srt.scheduler.preemption import make_way, retract_one
 from sapwood.srt.scheduler.state import Sent, State
 
 Int32s = npt.NDArray[np.int32]
@@ -33,6 +33,8 @@ def plan(state: State, number: int) -> Step | None:
     A row joins before the result of the step in flight only if its input is that step's one sampled token;
     then its id is sent as -1, which the worker takes from its token pool.
     """
+    state.tree.expire(state.clock())
+    make_way(state)
     decodes = _make_room(state)
     decode_slots = _decode(state, decodes)
     least = max(1, state.budget // 4)
@@ -45,6 +47,7 @@ def plan(state: State, number: int) -> Step | None:
     if not len(decodes) and not draft.rows:
         assert not admitted
         return None
+    state.outputs.stepped()
     return _emit(state, number, decodes, decode_slots, draft, admitted)
 
 

@@ -1,26 +1,41 @@
 """The order in which waiting sequences go ahead.
 
-`fcfs`: by arrival. `lpm`: longest cached prefix first, so that what shares a prefix runs while the prefix is
-hot; ties by arrival. `lof`: longest output first, so that the long ones do not run alone at the end.
-How far any request can be overtaken is bounded (see lines.py).
-Sequences that have already run (retracted, or forked from a running request) always go first.
+    lpm          longest cached prefix first, so that what shares a prefix runs while the prefix is hot
+    dfs-weight   branch by branch of the tree, the one first in which most wait
+    fcfs         by arrival
+    lof          longest output first, so that the long ones do not run alone at the end
+    priority     by the requests' own priority; those of one, longest cached prefix first
+    fair         by what each tenant has used; those of one, longest cached prefix first
+
+Ties go by arrival. How far a request can be overtaken is bounded (see lines.py), but by those of a higher
+priority, or of a tenant that has used less. Under `dfs-weight`, which is for batches, the bound is wide.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from sapwood.srt.cache.node import Node
 from sapwood.srt.cache.radix import RadixTree
-from sapwood.srt.scheduler.lines import Line, Rank, by_arrival
+from sapwood.srt.config import Config
+from sapwood.srt.scheduler.estimate import OutputEstimate
+from sapwood.srt.scheduler.fairness import Tenants
+from sapwood.srt.scheduler.lines import DepthFirst, Line, Rank, by_arrival
 from sapwood.srt.scheduler.request import Sequence
 from sapwood.srt.scheduler.spots import Spot, Spots
 
-AGE_BUDGETS = 16
-"""Steps' worth of tokens by which any request may be overtaken, whatever was waiting when it came."""
-AGE_REQUESTS = 256
-"""As many requests whose prompts are cached count as much: they take rows, and there may be no end of them.
-"""
+SHARE = 0.25
+"""How much of the work that a request found waiting may overtake it, beside one step's tokens."""
+BATCH_SHARE = 2.0
+"""The same for `dfs-weight`."""
+LEAST = 16
+"""A request is at least so many tokens of work: one that is wholly cached takes a row as well, and there may
+be no end of such."""
 
 
 def by_output(sequence: Sequence) -> Rank:
@@ -28,24 +43,120 @@ def by_output(sequence: Sequence) -> Rank:
     return -sequence.request.max_tokens, *by_arrival(sequence)
 
 
+class Policy(Protocol):
+    """Which line a sequence waits in, and which line goes next."""
+
+    def line_of(self, sequence: Sequence) -> Line:
+        """The line of a sequence that begins to wait."""
+
+    def first(self) -> Sequence | None:
+        """The sequence to go next; None if there is none, but such as wait for others."""
+
+    def admitted(self, sequence: Sequence, tokens: int) -> None:
+        """It goes ahead with so many tokens to compute."""
+
+    def generated(self, tenants: npt.NDArray[np.int32]) -> None:
+        """One token each has come of these tenants' rows."""
+
+    def waiting(self) -> int:
+        """How many wait in all lines."""
+
+
+class OneLine:
+    """All wait in one line."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def line_of(self, sequence: Sequence) -> Line:
+        return self._line
+
+    def first(self) -> Sequence | None:
+        return self._line.first()
+
+    def admitted(self, sequence: Sequence, tokens: int) -> None:
+        pass
+
+    def generated(self, tenants: npt.NDArray[np.int32]) -> None:
+        pass
+
+    def waiting(self) -> int:
+        return self._line.waiting
+
+
+class Priorities:
+    """A line for each priority, the most urgent first."""
+
+    def __init__(self, base: int, share: float) -> None:
+        self._bounds = base, share
+        self._lines: dict[int, Line] = {}
+        self._ranks: list[int] = []
+
+    def line_of(self, sequence: Sequence) -> Line:
+        rank = sequence.request.urgency
+        line = self._lines.get(rank)
+        if line is None:
+            line = self._lines[rank] = Line(*self._bounds, by_match=True)
+            insort(self._ranks, rank)
+        return line
+
+    def first(self) -> Sequence | None:
+        empty = [rank for rank in self._ranks if not self._lines[rank].waiting]
+        for rank in empty:  # priorities are the clients' to choose: none is kept for ever
+            del self._lines[rank]
+        if empty:
+            self._ranks = sorted(self._lines)
+        found = (self._lines[rank].first() for rank in self._ranks)
+        return next((sequence for sequence in found if sequence is not None), None)
+
+    def admitted(self, sequence: Sequence, tokens: int) -> None:
+        pass
+
+    def generated(self, tenants: npt.NDArray[np.int32]) -> None:
+        pass
+
+    def waiting(self) -> int:
+        return sum(line.waiting for line in self._lines.values())
+
+
+def choose(config: Config, base: int, share: float) -> Policy:
+    """The policy of `--schedule-policy`, with the bounds of its lines."""
+    match config.schedule_policy:
+        case "priority":
+            return Priorities(base, share)
+        case "fair":
+            return Tenants(base, share)
+        case "dfs-weight":
+            return OneLine(DepthFirst(base, max(share, BATCH_SHARE)))
+        case "lof":
+            return OneLine(Line(base, share, by_output))
+        case policy:
+            return OneLine(Line(base, share, by_match=policy == "lpm"))
+
+
 class Queue:
-    """The waiting sequences that could be admitted now, in the order of `policy`.
+    """The waiting sequences that could be admitted now, in the policy's order. A step has `budget` tokens;
+    `outputs` says what output to expect; `share` bounds how far a request may be overtaken."""
 
-    `budget` is the tokens of a step.
-    """
-
-    def __init__(self, tree: RadixTree, policy: str, budget: int) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        config: Config,
+        budget: int,
+        outputs: OutputEstimate,
+        share: float = SHARE,
+    ) -> None:
         self._spots = Spots(tree, self)
-        self._resumed = Line(None)
-        self._least = max(1, AGE_BUDGETS * budget // AGE_REQUESTS)
-        base = AGE_BUDGETS * budget
-        self._line = Line(base, by_output if policy == "lof" else by_arrival, by_match=policy == "lpm")
+        self._outputs = outputs
+        self._policy = choose(config, budget, share)
 
     def add(self, sequence: Sequence) -> None:
         """`sequence` may be admitted from now on."""
-        line = self._resumed if sequence.resumed else self._line
+        line = self._policy.line_of(sequence)
         line.join(sequence)
         self._spots.wait(sequence)
+        assert sequence.spot is not None
+        line.weigh(sequence, self._work(sequence, sequence.spot.matched))
 
     def discard(self, sequence: Sequence) -> None:
         """It neither waits nor computes for others any more. Does nothing if it did neither."""
@@ -55,24 +166,33 @@ class Queue:
 
     def first(self) -> Sequence | None:
         """The sequence to go ahead next; None if there is none, but such as wait for another's prefix."""
-        return self._resumed.first() or self._line.first()
+        return self._policy.first()
 
-    def seat(self, sequence: Sequence, node: Node, work: int) -> None:
-        """The first goes ahead: of its tokens the path to `node` is cached, and `work` are to be computed
-        soon. Those that share what it computes wait for it, until it has put it into the tree or is
-        discarded."""
+    def seat(self, sequence: Sequence, node: Node) -> None:
+        """The first goes ahead: of its tokens the path to `node` is cached. Those that share what it computes
+        wait for it, until it has put it into the tree or is discarded."""
         line = sequence.line
         assert line is not None
         line.leave(sequence)
         self._spots.compute(sequence, node)
-        line.admitted(sequence, max(work, self._least))
+        line.admitted(sequence, self._work(sequence, node.depth))
+        self._policy.admitted(sequence, len(sequence.ids) - node.depth)
+
+    def _work(self, sequence: Sequence, cached: int) -> int:
+        request, known = sequence.request, len(sequence.ids)
+        output = self._outputs.of(len(request.prompt) + request.max_tokens - known)
+        return max(known - cached + output, LEAST)
+
+    def generated(self, tenants: npt.NDArray[np.int32]) -> None:
+        """One token each has come of these tenants' rows."""
+        self._policy.generated(tenants)
 
     def check(self, waiting: Iterable[Sequence]) -> None:
         """`waiting` are all that wait, each in its place: AssertionError if not."""
         waiting = list(waiting)
         self._spots.check(waiting)
         assert all(sequence.line is not None for sequence in waiting)
-        assert len(waiting) == self._resumed.waiting + self._line.waiting
+        assert len(waiting) == self._policy.waiting()
 
     def enter(self, spot: Spot, sequence: Sequence) -> None:
         """See spots.Listener."""

@@ -1,13 +1,28 @@
-"""Retraction: when slots run out, the youngest rows go back to the queue and are resumed later, exactly."""
+"""Retraction: rows go back to the queue and are resumed later, exactly.
+
+Slots run out: the row goes that is cheapest to bring back, of those seated last. Under `priority` a waiting
+request with a higher one takes the row of a lower one; under `fair` a tenant that has far fewer rows than
+another takes one of those.
+"""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.srt.scheduler import admission
 from sapwood.srt.scheduler.ends import release
+from sapwood.srt.scheduler.request import Sequence
 from sapwood.srt.scheduler.state import State
+
+MAX_COMPARED = 32
+"""Rows whose costs are compared: the ones seated last."""
+
+Rows = npt.NDArray[np.intp]
 
 
 def retract_one(state: State) -> bool:
-    """Retract the youngest row, but not the oldest, so that there is always progress; False if there is none.
+    """Retract a row, but not the oldest, so that there is always progress; False if there is none.
 
     A row that is left alone fits in the pool, unless it holds tokens twice: those that others put into the
     tree while it computed them. It is retracted too, and takes the tree's when it is resumed.
@@ -15,11 +30,68 @@ def retract_one(state: State) -> bool:
     rows = state.rows
     if not rows.num_active:
         return False
-    row = rows.youngest()
-    if rows.num_active == 1 and rows.private[row] + rows.node[row].depth == rows.planned[row]:
-        return False
+    oldest = rows.oldest()
+    active = np.flatnonzero(rows.active)
+    state.outputs.retracted(
+        rows.length[active] - rows.prompt[active], rows.limit[active] - rows.prompt[active]
+    )
+    if len(active) > 1:
+        others = active[active != oldest]
+        row = _cheapest(state, others[rows.urgency[others] == rows.urgency[others].max()])
+    else:
+        row = oldest
+        if rows.private[row] + rows.node[row].depth == rows.planned[row]:
+            return False
     retract(state, row)
     return True
+
+
+def make_way(state: State) -> None:
+    """Retract rows for the sequence that goes next, as long as it does not fit and the policy allows it."""
+    if state.config.schedule_policy not in ("priority", "fair"):
+        return
+    while (sequence := state.queue.first()) is not None and not admission.fits(state, sequence):
+        victims = _victims(state, sequence)
+        if not len(victims):
+            return
+        retract(state, _cheapest(state, victims))
+
+
+def _victims(state: State, sequence: Sequence) -> Rows:
+    """The rows that `sequence` may take, those of which one goes first."""
+    rows = state.rows
+    active: Rows = np.flatnonzero(rows.active)
+    none = active[:0]
+    if not len(active):
+        return none
+    if state.config.schedule_policy == "priority":
+        least = rows.urgency[active].max()
+        lowest: Rows = active[rows.urgency[active] == least]
+        return lowest if least > sequence.request.urgency else none
+    counts = np.bincount(rows.tenant[active], minlength=sequence.request.tenant + 1)
+    most = int(counts.argmax())
+    # Not for a difference of one: the two would take turns for ever.
+    if counts[most] <= counts[sequence.request.tenant] + 1:
+        return none
+    theirs: Rows = active[rows.tenant[active] == most]
+    younger: Rows = theirs[rows.order[theirs] > rows.order[theirs].min()]
+    return younger
+
+
+def _cheapest(state: State, rows: Rows) -> int:
+    """Of the rows seated last, the one that has the fewest tokens which nobody else has: those may have to be
+    computed again. The youngest of equal ones."""
+    order = state.rows.order[rows]
+    youngest = rows[np.argsort(-order)][:MAX_COMPARED].tolist()
+    return int(min(youngest, key=lambda row: _alone(state, row)))
+
+
+def _alone(state: State, row: int) -> int:
+    tokens, node = int(state.rows.private[row]), state.rows.node[row]
+    while node.parent is not None and node.lock_count == 1:
+        tokens += len(node.slots)
+        node = node.parent
+    return tokens
 
 
 def retract(state: State, row: int) -> None:

@@ -24,9 +24,10 @@ T = TypeVar("T")
 
 class ExplainOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`reveal` shows what belongs to others too: what is cached where the prompt diverges, and the use of its
-    path."""
+    path. `unsalted` is the namespace that the request would have without its cache_salt (see Scheduling)."""
 
     reveal: bool = False
+    unsalted: str | None = None
     logprob_start_len: int | None = None
 
 
@@ -90,7 +91,7 @@ def _explain(state: State, message: Ask) -> dict[str, Any]:
     tokens = len(ids) // 4
     start = SamplingParams(logprob_start=options.logprob_start_len).reads_from(tokens)
     limit = tokens - 1 if start < 0 else start
-    found = verdict(state, message.namespace, ids, limit, "logprobs")
+    found = verdict(state, message.namespace, ids, limit, "logprobs", options.unsalted)
     if found.stopped == "disabled":
         return {"matched": 0, "stopped": "disabled", "goes_on": False}
     trace = state.tree.trace(message.namespace, ids, found.matched)

@@ -19,7 +19,11 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One submitted prompt. `max_tokens` is what the request may produce after all limits.
+    """One submitted prompt. `max_tokens` is what the request may produce after all limits. `urgency` is the
+    lower, the sooner its priority lets it go; `priority` is for the eviction of what it used: the higher, the
+    later. `tenant` is its tenant's number. What it has put into the cache is kept there for `keep` seconds
+    after its end. `unsalted` is the namespace that it would have without its cache_salt, if it may be told
+    of that.
 
     Choices 1 to n - 1 come to life when the prompt's last logits have been sampled (`forked`). `reads_from`
     is the first prompt position whose hidden state is still to be read for more than that (-1: none is). It
@@ -37,6 +41,11 @@ class Request:
     arrived: float
     order: int
     live: int
+    urgency: int = 0
+    priority: int = 0
+    tenant: int = 0
+    keep: float = 0.0
+    unsalted: str | None = None
     reads_from: int = -1
     admitted: bool = False
     forked: bool = False
@@ -55,8 +64,8 @@ class Sequence:
     `pending` is not 0 a step that works for it is in flight though it has no row: it was retracted.
 
     `spot` and `line` are its places among those that wait (spots.py, lines.py): both None if it does not.
-    `ahead` tokens were waiting in its line before it. Running, with `computes`, it has a spot as long as it
-    puts into the tree what others may wait for.
+    It is `work`, and `ahead` was waiting in its line when it came. Running, with `computes`, it has a spot as
+    long as it puts into the tree what others may wait for.
     """
 
     request: Request
@@ -67,6 +76,7 @@ class Sequence:
     pending: int = 0
     spot: Spot | None = None
     line: Line | None = None
+    work: int = 0
     ahead: int = 0
     computes: bool = False
 

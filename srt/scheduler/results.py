@@ -158,6 +158,7 @@ def _append(
     emitted.ids.append(new)
     emitted.tokenizers.append(rows.tokenizer[at])
     emitted.places.append(first[places].astype(np.intp))
+    state.queue.generated(rows.tenant[at])
     stopped = np.isin(new, state.eos_ids) & ~rows.ignore_eos[at]
     for i in np.flatnonzero(rows.has_stops[at]):
         sequence = rows.sequence[at[i]]

@@ -43,6 +43,10 @@ class Rows:
         self.inflight = column(np.int32)
         self.key = column(np.int64, -1)
         self.tokenizer = column(np.int32)
+        self.tenant = column(np.int32)
+        self.urgency = column(np.int64)
+        self.prompt = column(np.int32)
+        """Tokens of the request's prompt."""
         self.order = column(np.int64)
         self.private = column(np.int32)
         """Slots that belong to the row alone and not to the tree."""
@@ -79,6 +83,8 @@ class Rows:
         self.limit[row] = len(request.prompt) + request.max_tokens
         self.inflight[row] = self.private[row] = 0
         self.key[row], self.tokenizer[row] = sequence.key, request.tokenizer
+        self.tenant[row], self.urgency[row] = request.tenant, request.urgency
+        self.prompt[row] = len(request.prompt)
         self.order[row] = self._admissions
         self._admissions += 1
         self.ids[row, :total] = sequence.ids

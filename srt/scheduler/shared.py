@@ -8,12 +8,13 @@
 
 Slots are compared, not paths or ids: a row that computed what another had put into the tree meanwhile has its
 own slots in the midst of the path. A row never gets other slots for what it has, and it shares at most what
-it was seated with. So stretches change only with the rows of the step.
+it or another was seated with. So stretches change only with the rows of the step; the rows are kept sorted by
+their slots, and only those that come and go are looked at.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_left
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,12 @@ class SharedPrefixes:
     def __init__(self) -> None:
         self._seated = b""
         self._stretches = b""
+        self._sorted: list[tuple[bytes, int]] = []
+        """The slots of each row's prompt, in whole tiles as far as they were computed, and the row."""
+        self._common: list[int] = []
+        """How many tiles each of these has in common with the next (the last one: 0)."""
+        self._keys: dict[int, bytes] = {}
+        self._orders: dict[int, int] = {}
 
     def of(self, rows: Rows, members: npt.NDArray[np.integer], starts: Int32s) -> bytes:
         """`Step.shared` for a step of the rows `members` with their first new positions `starts`.
@@ -45,40 +52,64 @@ class SharedPrefixes:
         seated = rows.order[members].tobytes()  # a number for each time that a row is given away
         if seated != self._seated:
             self._seated = seated
-            self._stretches = _find(rows, members, starts)
+            self._follow(rows, members, starts)
+            self._stretches = self._find(members)
         return self._stretches
 
+    def _follow(self, rows: Rows, members: npt.NDArray[np.integer], starts: Int32s) -> None:
+        """Bring the sorted rows up to date."""
+        # What a row has not computed before the step is not shared, whatever is in its columns.
+        ends = (np.minimum(starts, rows.prompt_end[members]) // TILE * TILE).tolist()
+        orders = rows.order[members].tolist()
+        present = members.tolist()
+        for row in self._keys.keys() - set(present):
+            self._forget(row)
+        for row, order, end in zip(present, orders, ends, strict=True):
+            known = self._keys.get(row)
+            if known is not None:
+                if self._orders[row] == order and len(known) == 4 * end:
+                    continue
+                self._forget(row)
+            key = rows.slots[row, :end].tobytes()
+            self._keys[row], self._orders[row] = key, order
+            self._add(key, row)
 
-def _find(rows: Rows, members: npt.NDArray[np.integer], starts: Int32s) -> bytes:
-    if len(members) < 2:
-        return b""
-    tiles = min(int(rows.seated[members].max()), int(np.partition(starts, -2)[-2])) // TILE
-    if tiles == 0:
-        return b""
-    # What a row has not computed before the step is not shared, whatever is in its columns.
-    ends = np.minimum(starts // TILE, tiles) * TILE
-    keys = [rows.slots[row, :end].tobytes() for row, end in zip(members, ends, strict=True)]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    common = [_common_tiles(keys[a], keys[b]) for a, b in pairwise(order)]
-    return _stretches(np.array(order), np.array(common))
+    def _add(self, key: bytes, row: int) -> None:
+        place = bisect_left(self._sorted, (key, row))
+        if place:
+            self._common[place - 1] = _common_tiles(self._sorted[place - 1][0], key)
+        after = _common_tiles(key, self._sorted[place][0]) if place < len(self._sorted) else 0
+        self._sorted.insert(place, (key, row))
+        self._common.insert(place, after)
+
+    def _forget(self, row: int) -> None:
+        place = bisect_left(self._sorted, (self._keys.pop(row), row))
+        del self._sorted[place]
+        after = self._common.pop(place)
+        if place:
+            self._common[place - 1] = min(self._common[place - 1], after)
+
+    def _find(self, members: npt.NDArray[np.integer]) -> bytes:
+        """The stretches of the sorted rows: those between which all neighbours have enough in common."""
+        place = {row: i for i, row in enumerate(members.tolist())}
+        indices = [place[row] for _, row in self._sorted]
+        found: list[list[int]] = []
+        within: list[tuple[int, int]] = []  # tiles that all from a row on have in common, and that row
+        for i, tiles in enumerate(self._common):
+            first = i
+            while within and within[-1][0] > tiles:
+                end, first = within.pop()
+                begin = max(tiles, within[-1][0] if within else 0)
+                shared_by = sorted(indices[first : i + 1])
+                found.append([begin * TILE, end * TILE, len(shared_by), *shared_by])
+            if tiles > (within[-1][0] if within else 0):
+                within.append((tiles, first))
+        # What holds for more rows was found later, and comes first.
+        return messages.pack([value for stretch in reversed(found) for value in stretch])
 
 
 def _common_tiles(a: bytes, b: bytes) -> int:
+    if a[: 4 * TILE] != b[: 4 * TILE] or len(a) < 4 * TILE:
+        return 0
     same = len(a) // 4 if a == b else common_prefix(a, b)
     return same // TILE
-
-
-def _stretches(order: npt.NDArray[np.int_], common: npt.NDArray[np.int_]) -> bytes:
-    """The stretches of rows that are sorted by their slots, the i-th of which has its first `common[i]` tiles
-    in common with the next."""
-    parts: list[npt.NDArray[np.int_]] = []
-    spans = [(0, len(order), 0)]
-    while spans:
-        low, high, begin = spans.pop()
-        between = common[low : high - 1]
-        end = int(between.min())
-        if end > begin:
-            parts += [np.array([begin * TILE, end * TILE, high - low]), np.sort(order[low:high])]
-        cuts = [low, *(low + 1 + np.flatnonzero(between == end)).tolist(), high]
-        spans += [(first, last, end) for first, last in pairwise(cuts) if last - first > 1]
-    return messages.pack(np.concatenate(parts)) if parts else b""

@@ -131,6 +131,13 @@ class Spots:
                 sequence.spot = None
                 self._add(sequence, there)
 
+    def listed(self) -> None:
+        """A prefix was listed: those that wait are all looked up anew. Where one computes does not change."""
+        spots = [spot for node in self._tree.nodes() for spot in (node.spots or {}).values()]
+        for sequence in [s for spot in spots for s in self._all(spot) if not s.computes]:
+            self.leave(sequence)
+            self.wait(sequence)
+
     def check(self, waiting: Iterable[Sequence]) -> None:
         """Every one of `waiting` is where its lookup ends: AssertionError if not."""
         for sequence in waiting:
@@ -139,9 +146,9 @@ class Spots:
             trace = self._tree.trace(sequence.request.namespace, ids.tobytes(), sequence.matchable)
             node = trace.child or trace.node
             assert (spot.node, spot.matched) == (node, trace.matched), f"{sequence.key} waits elsewhere"
-            assert (node.spots or {}).get(spot.key) is spot, "a spot that is not in the tree"
             token = END if trace.matched >= sequence.matchable else int(ids[trace.matched])
             assert spot.token == token, (spot.token, token)
+            assert (node.spots or {}).get(spot.key) is spot, "a spot that is not in the tree"
 
     # ---- placing
 
@@ -149,12 +156,11 @@ class Spots:
         """Look the sequence up, from `known` on, and put it where that ends."""
         limit = len(sequence.ids) if sequence.computes else sequence.matchable
         namespace = sequence.request.namespace
-        self._tree.root(namespace)
         trace = self._tree.trace(namespace, sequence.ids.tobytes(), limit, known)
         token = END if trace.matched >= limit else int(sequence.ids[trace.matched])
         if sequence.computes and token == END:
             return  # nobody needs to wait for it
-        node = trace.child or trace.node
+        node = trace.child or self._tree.keep(trace.node)
         key = (trace.matched, token, sequence.computes or sequence.request.reads_from < 0)
         if node.spots is None:
             node.spots = {}
@@ -207,5 +213,4 @@ class Spots:
             del node.spots[spot.key]
         if not node.spots:
             node.spots = None
-            if node.parent is None:
-                self._tree.prune_root(node.namespace)
+            self._tree.prune(node)

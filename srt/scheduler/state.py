@@ -24,6 +24,8 @@ from sapwood.srt.cache.radix import RadixTree
 from sapwood.srt.cache.slots import SlotPool
 from sapwood.srt.config import Config
 from sapwood.srt.messages import Stats
+from sapwood.srt.scheduler.deadlines import Deadlines
+from sapwood.srt.scheduler.estimate import OutputEstimate
 from sapwood.srt.scheduler.policy import Queue
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.rows import Rows
@@ -90,6 +92,9 @@ class State:
     outgoing: dict[int, list[Any]] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     shared: SharedPrefixes = field(default_factory=SharedPrefixes)
+    outputs: OutputEstimate = field(default_factory=OutputEstimate)
+    tenants: dict[str, int] = field(default_factory=dict)
+    deadlines: Deadlines = field(default_factory=Deadlines)
     orders: int = 0
     reserved_rows: int = 0
 

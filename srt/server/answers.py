@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -141,6 +144,23 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     object: str = "text_completion"
+
+
+class Mould:
+    """The JSON of chunks that differ in one text only: all around it is encoded once.
+
+    `make` gives the chunk with a text, the same for the same text; the text must stand in it once.
+    """
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        one, other = (msgspec.json.encode(make(text)) for text in "ab")
+        at = next(i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
+        self._before, self._after = one[: at - 1], one[at + 2 :]
+
+    def filled(self, text: str) -> msgspec.Raw:
+        return msgspec.Raw(self._before + msgspec.json.encode(text) + self._after)
 
 
 def cache_report(verdict: Verdict) -> CacheReport:

@@ -62,6 +62,7 @@ def create(service: Service, metrics: Metrics) -> FastAPI:
     # The one that is added last comes first.
     app.add_middleware(Gate, keys=Keys(service.config))
     metrics.model = service.model
+    metrics.label_of = service.tenants.label
     app.add_middleware(RequestIds, requests=service.requests or RequestLog(metrics, enabled=False))
     app.add_middleware(Counted, metrics=metrics)
     return app

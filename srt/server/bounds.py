@@ -17,6 +17,13 @@ from sapwood.srt.params import (
 from sapwood.srt.server.chat_prompt import MAX_MESSAGES
 from sapwood.srt.server.sampling import MAX_NAME_CHARS, MAX_TIMEOUT
 from sapwood.srt.server.service import ANY_MODEL, Service
+from sapwood.srt.server.tenants import (
+    MAX_KEEP,
+    MAX_PRIORITY,
+    MAX_QUEUE_TIMEOUT,
+    MAX_SALT_CHARS,
+    MIN_PRIORITY,
+)
 
 Schema = dict[str, Any]
 
@@ -55,8 +62,11 @@ _FIELDS: dict[str, Schema] = {
     "top_logprobs_num": _LOGPROBS,
     "logprob_start_len": {"minimum": -1, "maximum": _INT32},
     "timeout": {"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT},
+    "queue_timeout": {"exclusiveMinimum": 0, "maximum": MAX_QUEUE_TIMEOUT},
+    "priority": {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY},
+    "keep": {"minimum": 0, "maximum": MAX_KEEP},
     "rid": {"pattern": f"^[!-~]{{1,{MAX_NAME_CHARS}}}$"},
-    "cache_salt": {"minLength": 1, "maxLength": MAX_NAME_CHARS},
+    "cache_salt": {"minLength": 1, "maxLength": MAX_SALT_CHARS},
     "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
     "tool_calls": {"maxItems": 0},
     "response_format": {"enum": [None, {"type": "text"}]},
@@ -125,6 +135,10 @@ def tighten(components: dict[str, Schema], requests: Sequence[str], service: Ser
         "input": prompts,
         "input_ids": {"anyOf": [ids, lists, _NULL]},
     }
+    if not service.tenants.orders_by_priority:
+        fields["priority"] = {"enum": [None, 0]}
+    if service.config.disable_radix_cache:
+        fields["keep"] = {"enum": [None, 0]}
     for name in requests:
         properties = components[name]["properties"]
         for field in properties.keys() & fields.keys():

@@ -11,7 +11,7 @@ from sapwood.srt import namespaces
 from sapwood.srt.client import Prompt
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.messages import TextPrompt
-from sapwood.srt.server import chat_prompt, guard, keys, sampling
+from sapwood.srt.server import chat_prompt, guard, keys
 from sapwood.srt.server.openapi import json_body
 from sapwood.srt.server.protocol import ChatMessage
 from sapwood.srt.server.reply import JsonAnswer, while_here
@@ -126,8 +126,8 @@ def routes(service: Service) -> APIRouter:
         service.require_ready()
         body = await guard.read(request, ExplainRequest, service.config.max_body_bytes)
         service.require_model(body.model)
-        namespace = sampling.namespace(body.cache_salt)
-        options: dict[str, Any] = {"reveal": keys.is_admin(request)}
+        namespace, unsalted = service.tenants.caches(body.cache_salt, keys.key_of(request))
+        options: dict[str, Any] = {"reveal": keys.is_admin(request), "unsalted": unsalted}
         if body.logprob_start_len not in (None, -1):
             options["logprob_start_len"] = _at_least_zero("logprob_start_len", body.logprob_start_len)
         question = service.client.ask(

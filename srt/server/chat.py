@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.messages import Chunk, Started, TextLogprob, unpack
 from sapwood.srt.params import MAX_TOP_LOGPROBS
-from sapwood.srt.server import guard, logprobs, protocol, sampling
+from sapwood.srt.server import guard, keys, logprobs, protocol, sampling
 from sapwood.srt.server.answers import (
     AnswerMessage,
     ChatChoice,
@@ -22,6 +22,7 @@ from sapwood.srt.server.answers import (
     ChatCompletion,
     ChatLogprobs,
     Delta,
+    Mould,
     Usage,
 )
 from sapwood.srt.server.chat_prompt import chat_prompt
@@ -44,12 +45,12 @@ def routes(service: Service) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         service.require_ready()
         body = await guard.read(request, ChatRequest, service.config.max_body_bytes)
-        return answer(service, body)
+        return answer(service, body, keys.key_of(request))
 
     return router
 
 
-def answer(service: Service, body: ChatRequest) -> Reply:
+def answer(service: Service, body: ChatRequest, key: bytes) -> Reply:
     """Check the request, start it, and return what sends its answer."""
     service.require_model(body.model)
     protocol.check(body)
@@ -62,12 +63,13 @@ def answer(service: Service, body: ChatRequest) -> Reply:
     )
     prompt = chat_prompt(body)
     name = sampling.check_rid(body.rid) or f"chatcmpl-{uuid.uuid4().hex}"
-    namespace, timeout = sampling.namespace(body.cache_salt), sampling.check_timeout(body.timeout)
+    place, timeout = service.tenants.place(body, key), sampling.check_timeout(body.timeout)
+    streamed = bool(body.stream)
     streams = service.submit(
-        [(prompt, params)], namespace=namespace, rid=name, timeout=timeout, field="messages"
+        [(prompt, params)], place=place, rid=name, timeout=timeout, field="messages", streamed=streamed
     )
     shape = ChatShape(body, name, service.model, params.n)
-    return Reply(streams, shape, streamed=bool(body.stream), field="messages")
+    return Reply(streams, shape, streamed=streamed, field="messages")
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -101,6 +103,8 @@ class ChatShape:
         self._created = int(time.time())
         self._wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._usage_always = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+        self._moulds: dict[int, Mould] = {}
+        """Of the choices of a stream whose chunks say nothing but new text."""
 
     def parts(self) -> Iterator[ChatChoice]:
         for i, choice in enumerate(self.outcome.choices):
@@ -127,16 +131,25 @@ class ChatShape:
         as_ids = bool(self._body.return_tokens_as_token_ids)
         return logprobs.chat(items, self._body.top_logprobs or 0, as_ids)
 
-    def deltas(self, batch: Batch) -> Iterator[ChatChunk]:
+    def deltas(self, batch: Batch) -> Iterator[Any]:
         for _prompt, event in batch:
             if isinstance(event, Started):
                 for i in range(self.outcome.n):
+                    self._set_mould(i)
                     role = self._chunk(ChatChunkChoice(i, Delta(role="assistant", content="")))
                     if self._body.return_token_ids:
                         role.prompt_token_ids = self.outcome.prompt_ids(0)
                     yield role
             elif isinstance(event, Chunk):
-                yield from self._chunks(event)
+                mould = self._moulds.get(event.choice)
+                if mould is None or event.finish is not None or event.logprobs:
+                    yield from self._chunks(event)
+                elif event.text:
+                    yield mould.filled(event.text)
+
+    def _set_mould(self, index: int) -> None:
+        if not (self._body.logprobs or self._body.return_token_ids or self._usage_always):
+            self._moulds[index] = Mould(lambda text: self._chunk(ChatChunkChoice(index, Delta(content=text))))
 
     def _chunks(self, chunk: Chunk) -> Iterator[ChatChunk]:
         ids = chunk.ids if self._body.return_token_ids else b""

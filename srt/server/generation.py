@@ -36,9 +36,14 @@ T = TypeVar("T")
 
 
 def start(
-    service: Service, body: GenerateRequest, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    service: Service,
+    body: GenerateRequest,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    key: bytes = b"",
 ) -> tuple[list[Stream], NativeShape]:
-    """Start the prompts of one request, each with its checked parameters; `body` says how to answer.
+    """Start the prompts of one request, each with its checked parameters; `body` says how to answer, `key`
+    whose it is (see keys.key_of).
 
     Raises BadRequest, Conflict, Overloaded, Unavailable.
     """
@@ -48,10 +53,11 @@ def start(
     asked = names(body.rid, len(prompts))
     streams = service.submit(
         list(zip(prompts, params, strict=True)),
-        namespace=sampling.namespace(body.cache_salt),
+        place=service.tenants.place(body, key),
         rid=asked,
         timeout=sampling.check_timeout(body.timeout),
         field=body.field,
+        streamed=bool(body.stream),
     )
     return streams, NativeShape(body, streams, params)
 

@@ -27,19 +27,26 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/health", response_class=Response)
     async def health() -> Response:
-        """200 only when a request would be served; 503 with the reason while loading, draining or dead."""
-        service.require_ready()
+        """200 only when a request would be served now; 503 with the reason while loading, draining or dead,
+        and while a process is silent or the worker is being replaced."""
+        _require_well(service)
         return JsonAnswer({"status": "ready"})
 
     @router.get("/health_generate", response_class=Response)
     async def health_generate() -> Response:
         """200 once a token was generated; 503 with the reason if none came within 10 s."""
-        service.require_ready()
+        _require_well(service)
         if (error := await probe(service)) is not None:
             return error_answer(error)
         return JsonAnswer({"status": "generating"})
 
     return router
+
+
+def _require_well(service: Service) -> None:
+    service.require_ready()
+    if service.trouble:
+        raise Unavailable(service.trouble)
 
 
 async def probe(service: Service, timeout: float = PROBE_SECONDS) -> ErrorInfo | None:

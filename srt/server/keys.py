@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from starlette.requests import Request
 from starlette.routing import compile_path
@@ -58,6 +58,7 @@ ACCESS: dict[str, Access] = {
 """The access of every route by its path, whatever the method."""
 
 LEVEL = "sapwood.level"
+KEY = "sapwood.key"
 ADMIN_ROUTES = "sapwood.admin_routes"
 
 
@@ -65,6 +66,12 @@ def level_of(request: Request) -> Level:
     """What the request has shown."""
     level: Level = request.scope.get(LEVEL, "none")
     return level
+
+
+def key_of(request: Request) -> bytes:
+    """Whose the request is: the digest of the key that it has shown (see Shown); empty without one."""
+    key: bytes = request.scope.get(KEY, b"")
+    return key
 
 
 def is_admin(request: Request) -> bool:
@@ -80,6 +87,14 @@ def require_admin(request: Request) -> None:
     """For what only some bodies of a user's route ask for. Raises Forbidden as an admin route would."""
     if not request.scope.get(ADMIN_ROUTES, False):
         raise _needs_admin()
+
+
+class Shown(NamedTuple):
+    """What the keys of a request are worth. `key` is the digest of the one whose cache it uses: an API key
+    goes before the admin's, so that who shows both sees as the admin what that API key finds."""
+
+    level: Level
+    key: bytes = b""
 
 
 class Keys:
@@ -101,17 +116,17 @@ class Keys:
     def user(self) -> bool:
         return bool(self._users)
 
-    def level(self, presented: Iterable[bytes]) -> Level:
-        """The best level among the presented keys."""
-        user = admin = False
+    def shown(self, presented: Iterable[bytes]) -> Shown:
+        """The best level among the presented keys, and whose they are."""
+        user = admin = b""
         for key in presented:
             digest = _digest(key)
             # Every comparison is made: how long it takes must not tell which key came close.
             for mine in self._users:
-                user |= hmac.compare_digest(digest, mine)
+                user = mine if hmac.compare_digest(digest, mine) else user
             for mine in self._admins:
-                admin |= hmac.compare_digest(digest, mine)
-        return "admin" if admin else "user" if user else "none"
+                admin = mine if hmac.compare_digest(digest, mine) else admin
+        return Shown("admin" if admin else "user" if user else "none", user or admin)
 
 
 class Gate:
@@ -129,7 +144,7 @@ class Gate:
             return
         if scope["type"] == "http":
             presented = list(_presented(scope["headers"])) if self._keys.any else []
-            shown = self._keys.level(presented)
+            shown, scope[KEY] = self._keys.shown(presented)
             scope[LEVEL] = level = self._level(shown, scope)
             scope[ADMIN_ROUTES] = level == "admin" or (level == "user" and not self._keys.admin)
             refusal = self._refusal(scope, shown, bool(presented))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from sapwood.srt.server import generation, guard
+from sapwood.srt.server import generation, guard, keys
 from sapwood.srt.server.native_protocol import Generated, GenerateRequest
 from sapwood.srt.server.openapi import json_body
 from sapwood.srt.server.reply import Reply
@@ -20,15 +20,15 @@ def routes(service: Service) -> APIRouter:
     async def generate(request: Request) -> Response:
         service.require_ready()
         body = await guard.read(request, GenerateRequest, service.config.max_body_bytes)
-        return answer(service, body)
+        return answer(service, body, keys.key_of(request))
 
     return router
 
 
-def answer(service: Service, body: GenerateRequest) -> Reply:
+def answer(service: Service, body: GenerateRequest, key: bytes) -> Reply:
     """Check the request, start its prompts, and return what sends the answer."""
     service.require_few(body.input_ids if body.text is None else body.text, body.field)
     prompts = generation.prompts(service, body)
     params = generation.sampling_params(body, len(prompts), service.source.vocab_size)
-    streams, shape = generation.start(service, body, prompts, params)
+    streams, shape = generation.start(service, body, prompts, params, key)
     return Reply(streams, shape, streamed=bool(body.stream), field=body.field)

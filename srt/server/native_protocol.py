@@ -12,6 +12,7 @@ from sapwood.srt.params import MAX_LOGPROB_IDS, SamplingParams
 from sapwood.srt.server import refused, sampling
 from sapwood.srt.server.answers import CacheReport
 from sapwood.srt.server.sampling import Reading
+from sapwood.srt.server.tenants import PlaceFields
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -40,7 +41,7 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 @refused.fields(refused.NATIVE)
-class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class GenerateRequest(PlaceFields, forbid_unknown_fields=True, kw_only=True):
     """`POST /generate`: exactly one of `text` and `input_ids`, each for one prompt or for a list of them.
 
     What is about logprobs may be a list too, with one entry for each prompt. `logprob_start_len` is the first
@@ -57,7 +58,6 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
-    cache_salt: str | None = None
     timeout: float | None = None
 
     @property

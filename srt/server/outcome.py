@@ -19,6 +19,8 @@ class ChoiceSoFar:
         self.packed_ids = bytearray()
         self.logprobs: list[TextLogprob] = []
         self.finish: Finish | None = None
+        self.count = 0
+        """Of its tokens."""
 
     @property
     def text(self) -> str:
@@ -76,8 +78,7 @@ class Outcome:
             self.prompt_logprobs[prompt] += event.logprobs
             self.pooled[prompt] = event.pooled or self.pooled[prompt]
             return
-        index = self.index(prompt, event)
-        choice, before = self.choices[index], self.completion_tokens(index)
+        choice, made = self.choices[self.index(prompt, event)], len(event.ids) // 4
         if event.text:
             choice.texts.append(event.text)
         choice.packed_ids += event.ids
@@ -85,7 +86,9 @@ class Outcome:
             choice.logprobs += event.logprobs
         if event.finish is not None:
             choice.finish = event.finish
-        self._completion_tokens += self.completion_tokens(index) - before
+            made = event.finish.completion_tokens - choice.count
+        choice.count += made
+        self._completion_tokens += made
 
     def best(self, prompt: int, count: int) -> list[ChoiceSoFar]:
         """The `count` choices of a prompt with the highest logprob per token, best first; of equals the
@@ -117,8 +120,7 @@ class Outcome:
         return Verdict(0, "cold") if started is None else started.verdict
 
     def completion_tokens(self, index: int) -> int:
-        choice = self.choices[index]
-        return len(choice.packed_ids) // 4 if choice.finish is None else choice.finish.completion_tokens
+        return self.choices[index].count
 
     def usage(self, *, report: bool) -> Usage:
         """Counts over all prompts; with `report` what each prompt's cache lookup found."""

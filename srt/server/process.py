@@ -24,8 +24,8 @@ from sapwood.srt.client import Client
 from sapwood.srt.errors import ConfigError, ProcessDied, Unavailable
 from sapwood.srt.lifeline import Lifeline
 from sapwood.srt.metrics import Metrics
-from sapwood.srt.orders import Boot, Died, Drain, Serve
-from sapwood.srt.server import app, request_log, throughput
+from sapwood.srt.orders import Boot, Died, Drain, Restart, Serve, Trouble
+from sapwood.srt.server import app, request_log, shared_prefixes, throughput
 from sapwood.srt.server.connection import Connection, most_connections
 from sapwood.srt.server.request_log import RequestLog
 from sapwood.srt.server.service import Service
@@ -127,6 +127,8 @@ class Server:
         self._service.requests = requests
         self._listener = Listener(listening(app.create(self._service, self._metrics)))
         self._ending: asyncio.Task[None] | None = None
+        self._prefixes = shared_prefixes.read(self._service)
+        self._listing: asyncio.Task[None] | None = None
 
     async def run(self, sock: socket.socket) -> None:
         """Serve until drained, or until the runtime has died."""
@@ -140,7 +142,8 @@ class Server:
             raise ConfigError("the server could not begin to listen")
         self._lifeline.on_orphan = self._orphaned
         threading.Thread(target=self._hear, name="commands", daemon=True).start()
-        self._lifeline.ready()
+        facts = await shared_prefixes.compute(self._service, self._prefixes)
+        self._lifeline.ready(facts)
         reporting = asyncio.create_task(throughput.report(lambda: self._client.latest_stats))
         await serving
         reporting.cancel()
@@ -156,7 +159,15 @@ class Server:
         if isinstance(command, Serve):
             self._service.facts = command.facts
             self._service.max_request_tokens = command.max_request_tokens
-            self._service.state = "ready"
+            if self._service.state == "loading":
+                self._service.state = "ready"
+            elif self._prefixes:
+                again = shared_prefixes.compute_again(self._service, self._prefixes)
+                self._listing = asyncio.create_task(again)
+        elif isinstance(command, Trouble):
+            self._service.trouble = command.message
+        elif isinstance(command, Restart):
+            self._metrics.on_restart()
         elif isinstance(command, Died):
             self._fail(command.message)
             self._end(self._farewell(LINGER_SECONDS))

@@ -15,6 +15,7 @@ from sapwood.srt.errors import BadRequest
 from sapwood.srt.params import MAX_N, MAX_TOP_LOGPROBS
 from sapwood.srt.server import refused
 from sapwood.srt.server.refused import unsupported as unsupported
+from sapwood.srt.server.tenants import PlaceFields
 
 Stop = str | list[str]
 
@@ -28,7 +29,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CommonFields(PlaceFields, forbid_unknown_fields=True, kw_only=True):
     """What chat and completions share: OpenAI's fields, then the usual extensions, then labels."""
 
     model: str | None = None
@@ -53,7 +54,6 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    cache_salt: str | None = None
     cache_report: bool | None = None
     rid: str | None = None
     timeout: float | None = None

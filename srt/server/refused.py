@@ -27,7 +27,6 @@ ONE_MODEL = "is not supported: one model without adapters is served"
 NO_TRANSFER = "is not supported: prompts are computed and answered by one server"
 TEXT_ONLY = "is not supported: the model reads text only"
 NO_CODE = "is not supported: a request cannot bring code"
-FIRST_COME = "is not supported: requests are served in the order that the scheduler's policy gives them"
 NO_SESSIONS = "is not supported: what a request shares with earlier ones is found by its prefix"
 
 EVERYWHERE: dict[str, Refused] = {
@@ -35,7 +34,6 @@ EVERYWHERE: dict[str, Refused] = {
     "session_params": Refused(NO_SESSIONS),
     "return_hidden_states": Refused("is not supported: /v1/embeddings gives pooled ones", (None, False)),
     "custom_logit_processor": Refused(NO_CODE),
-    "priority": Refused(FIRST_COME, (None, 0)),
     "extra_key": Refused("is not supported: cache_salt keeps prefixes apart"),
     "data_parallel_rank": Refused("is not supported: there is one scheduler"),
     "bootstrap_host": Refused(NO_TRANSFER),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -23,12 +23,15 @@ from sapwood.srt.messages import Chunk, Ended, Read, Started
 from sapwood.srt.server.outcome import Outcome
 
 T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None]]
 
 logger = logging.getLogger("sapwood.server")
 
 Batch = list[tuple[int, Started | Read | Chunk]]
 
 DONE = b"data: [DONE]\n\n"
+WRITE = "sapwood.write"
+"""The ASGI extension by which a connection takes pieces of a body that has begun, past all middleware."""
 PIECE_BYTES = 65_536
 """Of a stream, after which other streams have their turn."""
 EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -146,11 +149,10 @@ class Reply(Response):
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for batch in merge(self._streams):
-            events, error = _split(batch)
+            _events, error = self._note(batch)
             if error is not None:
                 await self._send_error(error, scope, receive, send)
                 return
-            self._note(events)
         parts = []
         try:
             for part in self._shape.parts():
@@ -169,52 +171,57 @@ class Reply(Response):
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
         batches = merge(self._streams)
-        events, error = _split(await anext(batches))
+        events, error = self._note(await anext(batches))
         if error is not None:
             await self._send_error(error, scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._send_deltas(events, send)
+        write: Write = scope.get("extensions", {}).get(WRITE) or _through(send)
+        await self._send_deltas(events, write)
         async for batch in batches:
-            events, error = _split(batch)
-            await self._send_deltas(events, send)
+            events, error = self._note(batch)
+            await self._send_deltas(events, write)
             if error is not None:
-                await _send_body(send, _event(error_value(error)) + DONE, more=False)
+                await _send_last(send, _event(error_value(error)) + DONE)
                 return
-        closing = b"".join(map(_event, self._shape.closing()))
-        await _send_body(send, closing + DONE, more=False)
+        await _send_last(send, b"".join(map(_event, self._shape.closing())) + DONE)
 
-    def _note(self, batch: Batch) -> None:
-        for prompt, event in batch:
-            self._shape.outcome.add(prompt, event)
+    def _note(self, batch: list[tuple[int, Event]]) -> tuple[Batch, ErrorInfo | None]:
+        """Add the events before the first error to the outcome; they, and that error."""
+        events: Batch = []
+        add = self._shape.outcome.add
+        for i, event in batch:
+            if not isinstance(event, Ended):
+                add(i, event)
+                events.append((i, event))
+            elif event.error is not None:
+                return events, event.error
+        return events, None
 
-    async def _send_deltas(self, batch: Batch, send: Send) -> None:
-        self._note(batch)
+    async def _send_deltas(self, batch: Batch, write: Write) -> None:
         body = bytearray()
         for value in self._shape.deltas(batch):
             body += _event(value)
             if len(body) > PIECE_BYTES:
-                await _send_body(send, bytes(body))
+                await write(bytes(body))
                 await asyncio.sleep(0)
                 body.clear()
-        await _send_body(send, bytes(body))
-
-
-def _split(batch: list[tuple[int, Event]]) -> tuple[Batch, ErrorInfo | None]:
-    """The events before the first error, and that error."""
-    events: Batch = []
-    for i, event in batch:
-        if not isinstance(event, Ended):
-            events.append((i, event))
-        elif event.error is not None:
-            return events, event.error
-    return events, None
+        if body:
+            await write(bytes(body))
 
 
 def _event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
-    if body or not more:
-        await send({"type": "http.response.body", "body": body, "more_body": more})
+def _through(send: Send) -> Write:
+    """The pieces of a body as ASGI messages."""
+
+    async def write(piece: bytes) -> None:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    return write
+
+
+async def _send_last(send: Send, piece: bytes) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": False})

@@ -108,10 +108,10 @@ class RequestLog:
             tally.cached_tokens += event.verdict.matched
             tally.queued = max(event.queued, tally.queued or 0.0)
 
-    def on_chunk(self, event: Chunk, arrived: float) -> None:
-        self._then.on_chunk(event, arrived)
+    def on_chunk(self, event: Chunk, arrived: float, now: float) -> None:
+        self._then.on_chunk(event, arrived, now)
         if (tally := self._tallies.get(event.rid)) is not None:
-            tally.first = tally.first or time.monotonic()
+            tally.first = tally.first or now
             tally.completion_tokens += len(event.ids) // 4
             if event.finish is not None:
                 tally.finishes.append(event.finish.reason)

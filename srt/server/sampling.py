@@ -1,4 +1,4 @@
-"""From a request's fields to checked SamplingParams, a cache namespace, a name and a deadline."""
+"""From a request's fields to checked SamplingParams, a name and a deadline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sapwood.srt import namespaces
 from sapwood.srt.client import Prompt
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.messages import IdsPrompt
@@ -122,18 +121,6 @@ def check_timeout(timeout: float | None) -> float | None:
             f"timeout must be above 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout}", param="timeout"
         )
     return timeout
-
-
-def namespace(cache_salt: str | None) -> str:
-    """The cache namespace of a request: requests with different salts share nothing."""
-    if cache_salt is None:
-        return namespaces.SHARED
-    if not 1 <= len(cache_salt) <= MAX_NAME_CHARS:
-        raise BadRequest(
-            f"cache_salt must have from 1 to {MAX_NAME_CHARS} characters, got {len(cache_salt)}",
-            param="cache_salt",
-        )
-    return namespaces.of_salt(cache_salt)
 
 
 def check_rid(rid: str | None) -> str | None:

@@ -15,6 +15,7 @@ from sapwood.srt.errors import BadRequest, ContextTooLong, ModelNotFound, Overlo
 from sapwood.srt.messages import Ids, IdsPrompt, TextPrompt, pack
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.server import sampling
+from sapwood.srt.server.tenants import Place, Tenants
 
 if TYPE_CHECKING:
     from sapwood.srt.server.request_log import RequestLog
@@ -32,11 +33,14 @@ class Service:
         self.config = config
         self.source = source
         self.client = client
+        self.tenants = Tenants(config)
         self.model = config.served_model_name or source.name
         self.created = int(time.time())
         self.state: Literal["loading", "ready", "draining"] = "loading"
         self.facts: dict[str, str] = {}
         self.max_request_tokens = 0
+        self.trouble = ""
+        """Why nothing is computed at present, though it may be again: requests wait meanwhile."""
         self.requests: RequestLog | None = None
 
     @property
@@ -76,18 +80,22 @@ class Service:
         self,
         items: Sequence[tuple[Prompt, SamplingParams]],
         *,
-        namespace: str,
+        place: Place,
         rid: str | Sequence[str],
         timeout: float | None = None,
         field: str = "prompt",
         waited: float = 0.0,
+        streamed: bool = True,
     ) -> list[Stream]:
         """Start the requests of one body; they get `timeout` seconds, of which `waited` are over.
 
-        `field` is where the body has its prompts. Raises BadRequest, Conflict, Overloaded, Unavailable.
+        `field` is where the body has its prompts; if not `streamed`, nobody sees its Chunks one by one.
+        Raises BadRequest, Conflict, Overloaded, Unavailable.
         """
         self.check(items, field)
-        streams = self.client.submit_all(items, namespace, rid, timeout, waited)
+        streams = self.client.submit_all(
+            items, place.namespace, rid, timeout, waited, place.scheduling, streamed
+        )
         if self.requests is not None:
             self.requests.submitted(streams, items)
         return streams

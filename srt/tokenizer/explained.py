@@ -55,7 +55,7 @@ def explained(
 
 def _reason(asked: Ask, data: dict[str, Any], total: int, ahead: str, place: str | None) -> str:
     matched, where = data["matched"], f", {place}" if place else ""
-    own = "with this cache_salt" if asked.namespace else "without a cache_salt"
+    own = _whose(asked)
     this = f"token {matched} ({ahead!r}{where})"
     match data["stopped"]:
         case "disabled":
@@ -69,8 +69,9 @@ def _reason(asked: Ask, data: dict[str, Any], total: int, ahead: str, place: str
                 f" most {matched} tokens can come from the cache."
             )
         case "namespace":
+            cache = "cache of this API key" if asked.options.get("unsalted") else "shared cache"
             return (
-                "The shared cache (of requests without a cache_salt) has more of this prompt, but a request"
+                f"The {cache} (of requests without a cache_salt) has more of this prompt, but a request"
                 " with a cache_salt only uses what requests with the same one have left."
             )
         case "evicted":
@@ -89,6 +90,13 @@ def _reason(asked: Ask, data: dict[str, Any], total: int, ahead: str, place: str
         f"What is cached {own} of this prompt ends before {this}: from there on it is new. (The last token"
         " of an answer is never computed, so never cached.)"
     )
+
+
+def _whose(asked: Ask) -> str:
+    """Which cache was looked into. The option "unsalted" is the namespace without the salt."""
+    unsalted = asked.options.get("unsalted", "")
+    salt = "without a cache_salt" if asked.namespace == unsalted else "with this cache_salt"
+    return f"under this API key {salt}" if unsalted else salt
 
 
 def _difference(ahead: str, other: str) -> str:

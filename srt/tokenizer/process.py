@@ -78,8 +78,10 @@ class TokenizerLoop:
         scheduler: Sender,
         server: Sender,
         wake: Callable[[], None] | None = None,
+        interval: int = 1,
     ) -> None:
         self._index = index
+        self._interval = interval
         self._source = source
         self._encoder = encoder
         self._texts = texts
@@ -148,7 +150,7 @@ class TokenizerLoop:
             self._ended.add(message.rid)
             self._out.append(Ended(message.rid, e.info()))
             return
-        request = Request(message.rid, self._next_key, message.params)
+        request = Request(message.rid, self._next_key, message.params, message.streamed)
         self._next_key += message.params.n
         self._requests[message.rid] = request
         self._ended.discard(message.rid)
@@ -195,14 +197,21 @@ class TokenizerLoop:
             self._end(request, result)
             return
         submit = Submit(
-            request.key, self._index, request.rid, result, request.params, message.namespace, message.arrived
+            request.key,
+            self._index,
+            request.rid,
+            result,
+            request.params,
+            message.namespace,
+            message.arrived,
+            message.scheduling,
         )
         if not self._scheduler.send(submit):
             self._end(request, Overloaded("the scheduler's queue is full; try again later").info())
             return
         request.submitted, request.prompt = True, result
         self._by_key[request.key] = request
-        for choice in request.choices(self._texts, self._source.eos_ids):
+        for choice in request.choices(self._texts, self._source.eos_ids, self._interval):
             self._choices[request.key + choice.index] = choice
 
     def _abort(self, message: Abort) -> None:
@@ -267,12 +276,12 @@ class TokenizerLoop:
             choice = choices.get(key)
             if choice is None:
                 continue
-            if not choice.dirty:
-                choice.dirty = True
-                dirty.append(choice)
             if choice.push(token, logprobs.get(i)):
                 assert choice.hit is not None
                 self._control.append(StopAt(choice.request.key, choice.index, choice.hit))
+            if choice.due and not choice.dirty:
+                choice.dirty = True
+                dirty.append(choice)
 
     def _done(self, message: Done) -> None:
         choice = self._choices.get(message.key + message.choice)
@@ -362,7 +371,8 @@ def build(
         template = "a chat template" if source.chat_template is not None else "no chat template"
         facts = {"tokenizer": f"{vocabulary.size} tokens, {vocabulary.kind}, {template}"}
     encoder = PromptEncoder(source, tokenizer, config.split_special_tokens)
-    return TokenizerLoop(boot.index, source, encoder, texts, scheduler, server, wake), facts
+    loop = TokenizerLoop(boot.index, source, encoder, texts, scheduler, server, wake, config.stream_interval)
+    return loop, facts
 
 
 class _Waker:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import struct
 from typing import Protocol
 
+from sapwood.srt.channel import FRAME_WEIGHT
 from sapwood.srt.messages import Chunk, Done, Finish, Ids, PromptRead, Read, TextLogprob, TokenLogprob
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.tokenizer.detokenizer import NoText, TextStream
 from sapwood.srt.tokenizer.stops import StopScanner, StopStrings
 
 _INT32 = struct.Struct("<i").pack
+
+WHOLE_PIECE = 256
+"""Tokens in a Chunk that nobody sees by itself: enough to make its cost nothing, and few to hold."""
 
 
 class Texts(Protocol):
@@ -45,18 +49,22 @@ class Choice:
 
     `hit` is the output token at which a stop string was complete. From there on tokens are surplus.
     A token that may be the end (EOS, a stop id) is kept from the text until it is known whether it was.
+    Once something was to be seen, a chunk is `due` when `piece` tokens wait for it.
     """
 
     __slots__ = (
         "_held",
         "_ids",
+        "_least",
         "_logprobs",
         "_min_tokens",
         "_parts",
+        "_piece",
         "_scanner",
         "_stop_ids",
         "_stream",
         "_texts",
+        "_wait",
         "count",
         "dirty",
         "hit",
@@ -65,7 +73,13 @@ class Choice:
     )  # fmt: skip
 
     def __init__(
-        self, request: Request, index: int, texts: Texts, stop_ids: frozenset[int], stops: StopStrings | None
+        self,
+        request: Request,
+        index: int,
+        texts: Texts,
+        stop_ids: frozenset[int],
+        stops: StopStrings | None,
+        piece: int = 1,
     ) -> None:
         params = request.params
         self.request = request
@@ -81,6 +95,10 @@ class Choice:
         self._held: int | None = None
         self._parts: list[str] = []
         self._ids = bytearray()
+        self._piece = piece
+        self._least = 1
+        # Without a reader of pieces, or text in them, any first token will do.
+        self._wait = request.streamed and not isinstance(texts, NoTexts)
         self._logprobs: list[TextLogprob] | None = None if params.logprobs is None else []
 
     def push(self, token: int, logprob: TokenLogprob | None = None) -> bool:
@@ -115,13 +133,20 @@ class Choice:
             self._parts.append(text)
         return self.hit is not None
 
+    @property
+    def due(self) -> bool:
+        """Whether what is new should go out."""
+        return len(self._ids) >= 4 * self._least
+
     def chunk(self, finish: Finish | None = None) -> Chunk | None:
         """All that is new; None if that is nothing."""
         self.dirty = False
         if finish is None and not self._ids and not self._parts:
             return None
-        logprobs = self._logprobs
-        chunk = Chunk(self.request.rid, self.index, "".join(self._parts), bytes(self._ids), logprobs, finish)
+        logprobs, text = self._logprobs, "".join(self._parts)
+        chunk = Chunk(self.request.rid, self.index, text, bytes(self._ids), logprobs, finish)
+        if text or not self._wait:
+            self._least = self._piece
         self._parts.clear()
         self._ids.clear()
         if logprobs is not None:
@@ -152,12 +177,13 @@ class Request:
     """A request from its Generate to its Ended. `open` choices have not had their finish yet; `unnamed`
     messages about its prompt wait for their tokens' texts, and all that comes after them waits too."""
 
-    __slots__ = ("cancelled", "key", "open", "params", "prompt", "rid", "submitted", "unnamed")
+    __slots__ = ("cancelled", "key", "open", "params", "prompt", "rid", "streamed", "submitted", "unnamed")
 
-    def __init__(self, rid: str, key: int, params: SamplingParams) -> None:
+    def __init__(self, rid: str, key: int, params: SamplingParams, streamed: bool = True) -> None:
         self.rid = rid
         self.key = key
         self.params = params
+        self.streamed = streamed
         self.open = params.n
         self.prompt: Ids = b""
         self.unnamed = 0
@@ -169,9 +195,16 @@ class Request:
         values = [named(texts, value, self.params.logprob_ids) for value in message.logprobs]
         return Read(self.rid, message.start, values, message.pooled)
 
-    def choices(self, texts: Texts, eos_ids: list[int]) -> list[Choice]:
-        """A new state for each choice."""
+    def choices(self, texts: Texts, eos_ids: list[int], interval: int = 1) -> list[Choice]:
+        """A new state for each choice; a stream's chunks hold `interval` tokens."""
         params = self.params
         stop_ids = frozenset(params.stop_token_ids) | frozenset([] if params.ignore_eos else eos_ids)
         stops = StopStrings(params.stop) if params.stop else None
-        return [Choice(self, index, texts, stop_ids, stops) for index in range(params.n)]
+        piece = self._piece(interval)
+        return [Choice(self, index, texts, stop_ids, stops, piece) for index in range(params.n)]
+
+    def _piece(self, interval: int) -> int:
+        """Tokens that a chunk waits for: with their logprobs they are no more than a frame."""
+        params = self.params
+        each = 1 if params.logprobs is None else 1 + params.logprobs + len(params.logprob_ids)
+        return max(1, min(interval if self.streamed else WHOLE_PIECE, FRAME_WEIGHT // each))

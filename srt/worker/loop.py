@@ -87,7 +87,7 @@ def main(boot: Boot, lifeline: Lifeline) -> None:
     inbox = Inbox(boot.directory, "worker", boot.index)
     scheduler = Outbox(boot.directory, "scheduler")
     runner, pool, facts = make_runner(boot.config, boot.source)
-    scheduler.send(WorkerReady(pool.num_slots))
+    scheduler.send(WorkerReady(pool.num_slots, boot.index))
     lifeline.ready(facts)
     logger.debug("ready")
     while True:

@@ -44,7 +44,7 @@ class Recorder:
     def on_started(self, event: Started, namespace: str) -> None:
         self.seen.append(("started", event.rid))
 
-    def on_chunk(self, event: Chunk, arrived: float) -> None:
+    def on_chunk(self, event: Chunk, arrived: float, now: float) -> None:
         self.seen.append(("chunk", event.text))
 
     def on_ended(self, event: Ended, arrived: float) -> None:

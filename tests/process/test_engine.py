@@ -347,6 +347,9 @@ def test_ctrl_c_aborts_the_call_and_nothing_else(engine: Engine) -> None:
         ({"prompt": ["a", "b"], "rid": ["x"]}, "one entry for each of the 2 prompts, got 1"),
         ({"prompt": "a", "top_logprobs_num": 2}, "return_logprob"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt must have from 1 to 256 characters, got 0"),
+        ({"prompt": "a", "priority": 1}, "priority must be 0 or null, got 1"),
+        ({"prompt": "a", "keep": 3601}, "keep must be from 0 to 3600 seconds, got 3601"),
+        ({"prompt": "a", "queue_timeout": 0}, "queue_timeout must be above 0 and at most 86400 seconds"),
         ({"prompt": "a", "return_logprob": True, "top_logprobs_num": 21}, "from 0 to 20, got 21"),
     ],
 )
@@ -495,3 +498,15 @@ def test_what_cannot_start_says_why_and_leaves_nothing(model: str, tmp_path: Pat
     with pytest.raises(SapwoodError, match=r"max.total.tokens"):
         Engine(model, max_total_tokens=2**31 - 1)
     assert processes() == before
+
+
+def test_an_embedding_takes_the_fields_of_its_place(engine: Engine) -> None:
+    first = engine.encode(PROMPT, cache_salt="a", keep=5, queue_timeout=60, progress=False)
+    assert engine.encode([PROMPT], progress=False)[0]["embedding"] == first["embedding"]
+    for fields, text in (
+        ({"keep": -1}, "keep must be from 0 to 3600 seconds, got -1"),
+        ({"priority": 2**31}, "priority must be from -2147483648 to 2147483647"),
+        ({"nonsense": 1}, "nonsense"),
+    ):
+        with pytest.raises(BadRequest, match=text):
+            engine.encode(PROMPT, **fields)

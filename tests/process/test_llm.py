@@ -306,7 +306,11 @@ def test_wrong_calls_are_named(llm: LLM) -> None:
         llm.chat(
             [{"role": "assistant", "content": "a"}], add_generation_prompt=True, continue_final_message=True
         )
-    assert len(llm.generate(PROMPTS, GREEDY)) == 5
+    with pytest.raises(BadRequest, match="priority must have one entry for each of the 2 prompts, got 1"):
+        llm.generate(PROMPTS[:2], GREEDY, priority=[0])
+    with pytest.raises(BadRequest, match="priority must be 0 or null, got 3"):
+        llm.generate(PROMPTS[:2], GREEDY, priority=[0, 3])
+    assert len(llm.generate(PROMPTS, GREEDY, priority=[0] * 5)) == 5
 
 
 def test_the_engine_takes_the_same_parameters(llm: LLM, engine: Engine) -> None:
@@ -367,3 +371,12 @@ def test_what_cannot_start_says_why(model: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nowhere"):
         LLM(str(tmp_path / "nowhere"))
     assert children() == before
+
+
+def test_priorities_are_vllms(model: str, llm: LLM) -> None:
+    """Where the lowest goes first; that it does: tests/process/test_isolation.py."""
+    with LLM(model, scheduling_policy="priority", max_num_seqs=1, log_level="warning") as ordered:
+        chosen = ordered._runtime.service.config
+        assert (chosen.schedule_policy, chosen.schedule_low_priority_values_first) == ("priority", True)
+        outputs = ordered.generate(PROMPTS, GREEDY, priority=[2, -5, 0, 9, 1])
+    assert [told(output) for output in outputs] == [told(output) for output in llm.generate(PROMPTS, GREEDY)]

@@ -31,6 +31,12 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def coarse(folder: Path) -> Iterator[Server]:
+    with serve(tiny_llama(folder / "coarse"), folder, max_total_tokens=4096, stream_interval=8) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def pieces(folder: Path) -> Iterator[Server]:
     """A model with a tokenizer of SentencePiece's kind."""
     tokenizer: Tokenizer = metaspace()
@@ -108,6 +114,34 @@ def test_p08_no_part_of_a_stop_string_is_streamed(server: Server, seed: int) -> 
         assert (cut["text"], cut["finish_reason"]) == (before, "stop")
     never = text[50:56] + "X"
     assert "".join(deltas(server, {**body, "stop": [never, text[-4:] + "X"]})) == text, "held text came later"
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_stream_interval_makes_pieces_larger_and_changes_nothing(coarse: Server, stop: bool) -> None:
+    body: dict[str, Any] = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 101,
+        "temperature": 1,
+        "seed": 3,
+        "ignore_eos": True,
+        "logit_bias": letters("ABC"),
+        "logprobs": 2,
+        "return_token_ids": True,
+    }
+    if stop:
+        body["stop"] = [whole(coarse, body)["text"][50:62]]
+    wanted = whole(coarse, body)
+    begin, *rest = (event["choices"][0] for event in streamed(coarse, "/v1/completions", body))
+    assert begin["prompt_token_ids"] == [5, 6, 7]
+    first = next(i for i, choice in enumerate(rest) if choice["text"])
+    assert len(rest[0]["token_ids"]) < 8, "the first token waits for no others"
+    assert all(len(choice["token_ids"]) >= 8 for choice in rest[first + 1 : -1])
+    assert len(rest) <= first + 2 + len(wanted["token_ids"]) // 8
+    assert "".join(choice["text"] for choice in rest) == wanted["text"]
+    assert [token for choice in rest for token in choice["token_ids"]] == wanted["token_ids"]
+    said = [value for choice in rest for value in choice["logprobs"]["token_logprobs"]]
+    assert said == wanted["logprobs"]["token_logprobs"]
+    assert rest[-1]["finish_reason"] == wanted["finish_reason"] == ("stop" if stop else "length")
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -130,6 +130,7 @@ MAY_NEED: dict[str, set[str]] = {
     "cli": {"httpx", "msgspec", "rich"},
     "config": {"msgspec"},
     "messages": {"msgspec", "numpy"},
+    "orders": {"msgspec"},
     "params": {"msgspec"},
     "errors": {"msgspec"},
     "child": {"msgspec"},

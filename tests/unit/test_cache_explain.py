@@ -14,18 +14,19 @@ class Cache:
 
     def __init__(self, ghost_size: int = 4096) -> None:
         self.pool = SlotPool(256)
-        self.tree = RadixTree(self.pool, ghost_size)
+        self.tree = RadixTree(self.pool, ghost_size=ghost_size)
 
     def insert(self, *ids: int, namespace: str = "") -> None:
         slots = self.pool.allocate(len(ids))
         existing, _ = self.tree.insert(namespace, pack(ids), slots)
         self.pool.free(slots[:existing])
 
-    def look_up(self, *ids: int, namespace: str = "") -> tuple[int, str]:
+    def look_up(self, *ids: int, namespace: str = "", unsalted: str | None = "") -> tuple[int, str]:
         """As for a request: never the last token."""
-        peeked = self.tree.peek(namespace, pack(ids), len(ids) - 1)
+        peeked = self.tree.peek(namespace, pack(ids), len(ids) - 1, unsalted)
         assert self.tree.match(namespace, pack(ids), len(ids) - 1).length == peeked[0]
-        assert self.tree.peek(namespace, pack(ids), len(ids) - 1) == peeked, "a split changes no reason"
+        again = self.tree.peek(namespace, pack(ids), len(ids) - 1, unsalted)
+        assert again == peeked, "a split changes no reason"
         return peeked
 
 
@@ -107,13 +108,23 @@ def test_no_ghosts_are_kept_at_size_zero() -> None:
     assert cache.look_up(1, 2) == (0, "cold")
 
 
-def test_namespace_when_the_shared_one_knows_more() -> None:
+def test_namespace_when_the_one_without_the_salt_knows_more() -> None:
     cache = Cache()
     cache.insert(1, 2, 3, 4)
     cache.insert(1, 2, namespace="salt")
     assert cache.look_up(1, 2, 3, 4, namespace="salt") == (2, "namespace")
     assert cache.look_up(1, 2, 9, 9, namespace="salt") == (2, "diverged")
     assert cache.look_up(1, 2, 3, namespace="pepper") == (0, "namespace")
+
+
+def test_of_the_namespaces_of_others_nothing_is_told() -> None:
+    cache = Cache()
+    cache.insert(1, 2, 3, 4)
+    cache.insert(1, 2, 3, namespace="key a")
+    for namespace, unsalted in (("key b", "key b"), ("key b, salted", "key b"), ("key b", None)):
+        assert cache.look_up(1, 2, 3, 4, namespace=namespace, unsalted=unsalted) == (0, "cold")
+    cache.insert(1, 2, namespace="key b")
+    assert cache.look_up(1, 2, 3, 4, namespace="key b, salted", unsalted="key b") == (0, "namespace")
 
 
 def test_the_shared_namespace_is_told_nothing_of_the_others() -> None:

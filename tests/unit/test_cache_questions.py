@@ -120,15 +120,17 @@ def test_what_belongs_to_others_is_told_only_when_it_is_to_be_revealed() -> None
     ]
 
 
-def test_another_salt_is_told_only_of_the_shared_cache() -> None:
+def test_another_salt_is_told_only_of_the_cache_without_a_salt() -> None:
     world = World()
     world.submit([10, 11, 12], namespace="salt:a", **LONG)
     world.run()
-    assert explain(world, [10, 11, 12], "salt:b", reveal=True)["stopped"] == "cold"
+    assert explain(world, [10, 11, 12], "salt:b", reveal=True, unsalted="")["stopped"] == "cold"
     assert explain(world, [10, 11, 12], "salt:a")["matched"] == 2
     world.submit([10, 11, 12], **LONG)
     world.run()
-    assert explain(world, [10, 11, 12], "salt:b")["stopped"] == "namespace"
+    assert explain(world, [10, 11, 12], "salt:b", unsalted="")["stopped"] == "namespace"
+    assert explain(world, [10, 11, 12], "salt:b", unsalted="key:b")["stopped"] == "cold"
+    assert explain(world, [10, 11, 12], "salt:b")["stopped"] == "cold"
 
 
 def test_without_a_cache_there_is_nothing_to_explain() -> None:

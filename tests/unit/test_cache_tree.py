@@ -67,7 +67,8 @@ def test_peek_finds_the_same_and_changes_nothing(tree: RadixTree, pool: SlotPool
     insert(tree, pool, [7, 8])
     before = tree.snapshot()
     assert tree.peek("", pack([1, 2, 9, 9]), 3) == (2, "diverged")
-    assert tree.peek("other", pack([1, 2]), 1) == (0, "namespace")
+    assert tree.peek("other", pack([1, 2]), 1, "") == (0, "namespace")
+    assert tree.peek("other", pack([1, 2]), 1) == (0, "cold")
     assert tree.snapshot() == before
     assert tree.namespaces == [""]
 

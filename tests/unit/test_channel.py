@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 
-from sapwood.srt.channel import READ_BYTES, Inbox, Outbox
-from sapwood.srt.messages import Submit
+from sapwood.srt.channel import READ_BYTES, AsyncInbox, Inbox, Outbox
+from sapwood.srt.messages import Cancel, Submit
 from sapwood.srt.params import SamplingParams
 
 
@@ -25,3 +26,35 @@ def test_a_receive_ends_after_some_bytes_and_the_next_goes_on() -> None:
         assert inbox.receive(0) == []
         inbox.close()
         outbox.close()
+
+
+def test_a_loop_gets_every_frame_and_never_more_than_it_takes_at_once() -> None:
+    async def run(directory: str) -> list[list[int]]:
+        inbox, outbox = AsyncInbox(directory, "server"), Outbox(directory, "server")
+        batches: list[list[int]] = []
+
+        async def read(count: int) -> None:
+            while sum(map(len, batches)) < count:
+                batch = await asyncio.wait_for(inbox.receive(3), 10)
+                batches.append([message.key for message in batch])
+
+        for key in range(10):
+            assert outbox.send(Cancel(key))
+        await read(10)
+        # The descriptor has told of all that; what comes while nobody waits must be seen too.
+        for key in range(10, 20):
+            assert outbox.send(Cancel(key))
+            await asyncio.sleep(0.001)
+        await read(20)
+        waiting = asyncio.create_task(read(21))
+        await asyncio.sleep(0.01)
+        assert outbox.send(Cancel(20))
+        await waiting
+        inbox.close()
+        outbox.close()
+        return batches
+
+    with tempfile.TemporaryDirectory() as directory:
+        batches = asyncio.run(run(directory))
+    assert [key for batch in batches for key in batch] == list(range(21))
+    assert max(map(len, batches)) <= 3

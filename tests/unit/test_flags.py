@@ -62,7 +62,7 @@ def test_a_field_that_others_have_under_our_name_is_in_the_table() -> None:
     ours_alone = {
         "split_special_tokens", "tokenizer_workers", "max_body_bytes", "stream_buffer", "request_timeout",
         "log_format", "log_stats", "pooling", "drain_timeout", "heartbeat_timeout", "cpu_isa", "num_threads",
-        "weight_cache",
+        "weight_cache", "queue_timeout", "cache_isolation", "shared_prefixes", "restart_worker",
     }  # fmt: skip
     assert set(Config.__struct_fields__) - set(by_name()) == ours_alone
     for name in set(Config.__struct_fields__) & set(by_name()):
@@ -177,6 +177,16 @@ def test_the_page_is_what_the_table_makes() -> None:
         ),
         ("--no-enable-prefix-caching --no-enable-chunked-prefill",
          {"disable_radix_cache": True, "chunked_prefill_size": -1}),
+        ("--schedule-policy lof --schedule-conservativeness 0.3 --radix-eviction-policy lfu "
+         "--stream-interval 8 --enable-priority-scheduling=false --default-priority-value 0 "
+         "--abort-on-priority-when-disabled",
+         {"schedule_policy": "lof", "schedule_conservativeness": 0.3, "radix_eviction_policy": "lfu",
+          "stream_interval": 8}),
+        ("--enable-priority-scheduling --schedule-low-priority-values-first",
+         {"schedule_policy": "priority", "schedule_low_priority_values_first": True}),
+        ("--scheduling-policy priority --stream-interval 4",
+         {"schedule_policy": "priority", "schedule_low_priority_values_first": True, "stream_interval": 4}),
+        ("--scheduling-policy fcfs", {"schedule_policy": "fcfs"}),
         ("--quantization None --served-model-name a", {"served_model_name": "a"}),
         ("--quantization gguf --load-format gguf", {"quantization": "gguf", "load_format": "gguf"}),
         ("-q w8", {"quantization": "w8"}),
@@ -202,6 +212,15 @@ def test_launch_lines_of_others(line: str, expected: dict[str, Any]) -> None:
         ("--enable-chunked-prefill --chunked-prefill-size -1", ("--enable-chunked-prefill",)),
         ("--no-enable-chunked-prefill --max-num-batched-tokens 9", ("--no-enable-chunked-prefill",)),
         ("--split-special-tokens --no-split-special-tokens", ("--no-split-special-tokens",)),
+        (
+            "--enable-priority-scheduling --schedule-policy fcfs",
+            ("--enable-priority-scheduling", "--schedule-policy fcfs"),
+        ),
+        ("--no-enable-priority-scheduling --schedule-policy priority", ("--schedule-policy priority",)),
+        (
+            "--scheduling-policy priority --no-schedule-low-priority-values-first",
+            ("--scheduling-policy priority", "--no-schedule-low-priority-values-first"),
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_an_error(line: str, names: tuple[str, ...]) -> None:
@@ -316,3 +335,14 @@ def test_a_misspelt_flag_is_recognised_in_every_vocabulary() -> None:
     assert "--port" in suggestions("--prot")
     assert suggestions("--speculatve-algoritm") == ["--speculative-algorithm"]
     assert suggestions("--gpu-memory-utilisation")[0] == "--gpu-memory-utilization"
+
+
+def test_priorities_mean_what_they_mean_elsewhere() -> None:
+    """SGLang's higher numbers go first, vLLM's lower ones."""
+    assert translate({"schedule_policy": "priority"}) == {"schedule_policy": "priority"}
+    assert translate({"scheduling_policy": "priority"}) == {
+        "schedule_policy": "priority",
+        "schedule_low_priority_values_first": True,
+    }
+    row = next(line for line in page.markdown().splitlines() if line.startswith("| `--scheduling-policy`"))
+    assert "`priority` sets `--schedule-low-priority-values-first` to true too" in row

@@ -186,7 +186,7 @@ def test_stretches_are_found_once_for_all_plain_decodes_of_the_same_rows(
     world = World(num_slots=2048, context=400)
     keys = [world.submit([*text(0, 128), i], max_tokens=100, ignore_eos=True) for i in range(2, 6)]
     until_all_decode(world, keys)
-    monkeypatch.setattr(shared, "_find", lambda *_: pytest.fail("looked for again"))
+    monkeypatch.setattr(shared.SharedPrefixes, "_find", lambda *_: pytest.fail("looked for again"))
     before = len(world.steps)
     for _ in range(40):
         world.turn(check=False)
@@ -213,13 +213,21 @@ def test_stretches_of_any_slots(seed: int) -> None:
         rows.slots[row, :longest] = slots
     members = np.array(rng.sample(range(capacity), rng.randint(1, capacity)), dtype=np.int32)
     starts = np.array([rng.randint(rows.seated[row], longest) for row in members], dtype=np.int32)
-    rows.order[:] = range(capacity)
-    found = shared.SharedPrefixes().of(rows, members, starts)
-    step = Step(
-        number=0, released=b"", admitted=[], rows=messages.pack(members), starts=messages.pack(starts),
-        counts=b"", ids=b"", slots=b"", samples=b"", shared=found,
-    )  # fmt: skip
-    check_shared(step, rows.slots)
+    rows.order[:], rows.prompt_end[:] = range(capacity), longest
+    prefixes = shared.SharedPrefixes()
+    for _ in range(4):
+        found = prefixes.of(rows, members, starts)
+        step = Step(
+            number=0, released=b"", admitted=[], rows=messages.pack(members), starts=messages.pack(starts),
+            counts=b"", ids=b"", slots=b"", samples=b"", shared=found,
+        )  # fmt: skip
+        check_shared(step, rows.slots)
+        # In the next step some rows are missing or new, some have gone on, and one is another's now.
+        members = np.array(rng.sample(range(capacity), rng.randint(1, capacity)), dtype=np.int32)
+        starts = np.array([rng.randint(rows.seated[row], longest) for row in members], dtype=np.int32)
+        row = int(members[0])
+        rows.order[row] += capacity
+        rows.slots[row, rows.seated[row] : longest] = [next(fresh) for _ in range(longest - rows.seated[row])]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,99 @@
+"""Which scenario a seed stands for."""
+
+from __future__ import annotations
+
+import random
+
+from tests.simulation.scenario import STEP, Scenario, Shape
+from tests.simulation.traffic import Traffic
+
+POLICIES = ("lpm", "fcfs", "dfs-weight", "lof", "priority", "fair")
+EVICTIONS = ("lru", "lfu", "slru", "priority")
+SHARINGS = ("families", "tree", "chat", "same", "cold", "short")
+
+
+def of_seed(seed: int, wide: bool = False) -> Scenario:
+    """The scenario of a seed; a `wide` one has more rows and requests, and fewer accidents."""
+    rng = random.Random(seed)
+    return fill(seed, _wide_shape(rng) if wide else _shape(rng))
+
+
+def fill(seed: int, shape: Shape) -> Scenario:
+    """The traffic of this shape that the seed gives."""
+    rng = random.Random(seed ^ 0x5EED)
+    arrivals = Traffic(rng, shape).arrivals()
+    end = max((a.at for a in arrivals), default=0.0) + 20 * STEP
+    kinds = ("flush", "state", "check", "tree", "explain", "tokenize")
+    questions = sorted((rng.uniform(0, end), rng.choice(kinds)) for _ in range(shape.questions))
+    deaths = sorted(rng.uniform(0, end) for _ in range(shape.deaths))
+    rebuilds = sorted(rng.uniform(0, end) for _ in range(shape.rebuilds))
+    return Scenario(seed, shape, arrivals, questions, deaths, rebuilds)
+
+
+def _shape(rng: random.Random) -> Shape:
+    long = rng.random() < 0.1
+    context = 400 if long else rng.choice([24, 60, 60, 120])
+    slots = {
+        "below": int(context * rng.uniform(0.5, 1.0)),
+        "storm": context + rng.randint(0, 10),
+        "small": int(context * rng.uniform(1.5, 4.0)),
+        "roomy": context * rng.randint(8, 40),
+    }
+    options = {
+        "max_running_requests": rng.choice([1, 2, 3, 8, 16, 16]),
+        "chunked_prefill_size": rng.choice([40, 64, 200, -1] if long else [1, 5, 16, 64, -1]),
+        "schedule_policy": rng.choice(POLICIES),
+        "schedule_low_priority_values_first": rng.random() < 0.3,
+        "schedule_conservativeness": rng.choice([0.01, 0.3, 1.0, 3.0]),
+        "radix_eviction_policy": rng.choice(EVICTIONS),
+        "disable_radix_cache": rng.random() < 0.15,
+        "disable_overlap_schedule": rng.random() < 0.3,
+        "max_queued_requests": rng.choice([4] + [4096] * 7),
+        "queue_timeout": rng.choice([None, None, None, rng.uniform(2, 100) * STEP]),
+        "restart_worker": True,
+        "random_seed": rng.randrange(1000),
+    }
+    return Shape(
+        options=options,
+        num_slots=max(8, slots[rng.choice(["below", "storm", "storm", "small", "small", "roomy"])]),
+        context=context,
+        requests=rng.choice([10, 30, 40, 60, 120]),
+        gap=STEP * rng.choice([0.1, 0.5, 2.0, 8.0]),
+        burst=rng.choice([1, 1, 4, 20, 150]),
+        sharing=rng.choice([SHARINGS, *((kind,) for kind in SHARINGS)]),
+        output=rng.choice([1, 5, 12, context, context]),
+        chaos=rng.choice([0.0, 0.5, 1.0, 1.0, 2.0]),
+        namespaces=rng.choice([("",), ("",), ("", "", "salt:a"), ("key:a", "key:b", "key:c")]),
+        tokenizers=rng.choice([1, 1, 2]),
+        delay=STEP * rng.choice([0.01, 0.2, 1.0, 5.0]),
+        questions=rng.choice([0, 3, 10]),
+        deaths=rng.choice([0, 0, 0, 0, 1, 2]),
+        rebuilds=rng.choice([0, 0, 0, 0, 0, 1]),
+        drain=rng.random() < 0.15,
+        listed=rng.choice([0, 0, 0, 1, 3]),
+    )
+
+
+def _wide_shape(rng: random.Random) -> Shape:
+    context = 64
+    options = {
+        "max_running_requests": rng.choice([32, 64]),
+        "chunked_prefill_size": rng.choice([64, 128, -1]),
+        "schedule_policy": rng.choice(POLICIES),
+        "radix_eviction_policy": rng.choice(EVICTIONS),
+        "random_seed": rng.randrange(1000),
+        "max_queued_requests": rng.choice([64, 4096, 4096, 4096]),
+    }
+    return Shape(
+        options=options,
+        num_slots=context * rng.choice([8, 16, 40]),
+        context=context,
+        requests=rng.choice([500, 1000, 2000]),
+        gap=STEP * rng.choice([0.1, 0.2, 0.5]),
+        burst=rng.choice([1, 4, 20, 300]),
+        sharing=rng.choice([SHARINGS, *((kind,) for kind in SHARINGS)]),
+        output=rng.choice([3, 6]),
+        chaos=rng.choice([0.0, 0.3]),
+        namespaces=rng.choice([("",), ("", "", "salt:a"), ("key:a", "key:b", "key:c")]),
+        questions=rng.choice([0, 4]),
+    )
