@@ -151,7 +151,7 @@ def test_python_values_are_checked_as_flags_are() -> None:
         config.make(tp_size=2)
     with pytest.raises(ConfigError, match="port must be a whole number, got '30000'"):
         config.make(port="30000")
-    with pytest.raises(ConfigError, match="schedule_policy must be lpm, .* priority or fair, got 'random'"):
+    with pytest.raises(ConfigError, match=r"schedule_policy must be lpm, .* priority or fair, got 'random'"):
         config.make(schedule_policy="random")
     with pytest.raises(ConfigError, match="model_path must be a text, got 5"):
         config.make(model_path=5)
