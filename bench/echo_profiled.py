@@ -1,4 +1,4 @@
-"""The role module that puts any process of `bench.http` but its worker under cProfile."""
+"""The role module that puts any process of `bench.stack` but its worker under cProfile."""
 
 from __future__ import annotations
 

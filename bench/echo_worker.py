@@ -1,4 +1,4 @@
-"""A worker that computes nothing, and a server around it, for `bench.http`.
+"""A worker that computes nothing, and a server around it, for `bench.stack`.
 
 It answers each step at once, or one every `Stamps.pace` seconds as a model would, with the same word for
 every row. Which word it is tells the step's number, so that a client can look up when its text was sent.

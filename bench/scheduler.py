@@ -1,6 +1,6 @@
 """The scheduler without a model: simulated by the million of requests, and replayed.
 
-    python -m bench.scheduler simulate [--requests 1000000] [--share 0.1] [--from 0] [--json FILE]
+    python -m bench.scheduler simulate [--requests 1000000] [--share 0.01] [--from 0] [--json FILE]
     python -m bench.scheduler simulate --seed N [--wide] [--keep 0,3,4] [--events N] [--log] [--shrink]
     python -m bench.scheduler record
     python -m bench.scheduler replay

@@ -59,7 +59,7 @@ def _need(state: State, sequence: Sequence, matched: int) -> int:
 
 
 def _rows_suffice(state: State, sequence: Sequence) -> bool:
-    if sequence.resumed:
+    if sequence.resumed and sequence.request.forked:
         return state.rows.num_free > 0
     wanted = sequence.request.rows_held(state.rows.capacity)
     return state.rows.num_free - state.reserved_rows >= wanted
@@ -81,6 +81,8 @@ def _seat(state: State, sequence: Sequence, promised: int) -> Admission | None:
         told = verdict(state, request.namespace, ids, limit, reads, request.unsalted)
         _first_admission(state, request, told)
     row = rows.seat(sequence, found.slots, found.node)
+    if not request.forked:
+        state.reserved_rows += request.rows_held(rows.capacity) - 1
     del state.waiting[sequence.key]
     state.queue.seat(sequence, found.node)
     return Admission(row, found.slots, need)
@@ -116,8 +118,6 @@ def _promised(state: State) -> int:
 
 def _first_admission(state: State, request: Request, verdict: Verdict) -> None:
     request.admitted = True
-    if not request.forked and request.params.n > 1:
-        state.reserved_rows += request.rows_held(state.rows.capacity) - 1
     counters = state.counters
     counters.prompt_tokens_cached += verdict.matched
     saved = verdict.matched * counters.seconds_per_prompt_token

@@ -86,6 +86,7 @@ def finish(
         keep = min(len(request.prompt) + max(n, 1) - 1, int(rows.done[sequence.row]))
         node = release(state, sequence.row, 0 if reason == "error" else keep)
         rows.vacate(sequence.row)
+        unreserve(state, request)
         if reason != "error":
             _retain(state, request, node)
     else:
@@ -103,8 +104,6 @@ def finish(
 
 def _leave(state: State, request: Request, choices: int) -> None:
     request.live -= choices
-    if not request.forked and request.admitted:
-        unreserve(state, request)
     if request.live:
         return
     del state.requests[request.key]
@@ -113,5 +112,6 @@ def _leave(state: State, request: Request, choices: int) -> None:
 
 
 def unreserve(state: State, request: Request) -> None:
-    """Give back the rows that were held for the request's choices."""
-    state.reserved_rows -= request.rows_held(state.rows.capacity) - 1
+    """The request leaves its row: give back those that were held for its further choices, if they were."""
+    if not request.forked:
+        state.reserved_rows -= request.rows_held(state.rows.capacity) - 1

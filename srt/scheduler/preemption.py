@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.srt.scheduler import admission
-from sapwood.srt.scheduler.ends import release
+from sapwood.srt.scheduler.ends import release, unreserve
 from sapwood.srt.scheduler.request import Sequence
 from sapwood.srt.scheduler.state import State
 
@@ -106,6 +106,8 @@ def retract(state: State, row: int) -> None:
     sequence.resumed = True
     release(state, row, int(rows.done[row]))
     rows.vacate(row)
+    # Held on while it waits, they might be what the one that goes next needs.
+    unreserve(state, sequence.request)
     state.queue.discard(sequence)
     state.wait(sequence)
     state.counters.retracted += 1

@@ -212,8 +212,9 @@ def _fork(
     source = state.sequences[int(sent.keys[i])]
     request = source.request
     prompt = source.ids if source.row < 0 else rows.ids[source.row, : rows.length[source.row]].copy()
+    if source.row >= 0:
+        unreserve(state, request)
     request.forked = True
-    unreserve(state, request)
     source.pending = 0
     ended: list[_End] = []
     for choice in range(request.params.n):

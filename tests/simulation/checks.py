@@ -62,7 +62,7 @@ def _check_requests(state: State, clients: Clients) -> None:
     for key, request in state.requests.items():
         unborn = 0 if request.forked else request.params.n - 1
         assert request.live == alive.get(key, 0) + unborn, f"{request.rid} has {request.live} choices left"
-        if request.admitted and not request.forked:
+        if not request.forked and state.sequences[key].row >= 0:
             reserved += request.rows_held(state.rows.capacity) - 1
         if request.params.logprob_start is not None:
             first, end = max(1, request.params.logprob_start), len(request.prompt)

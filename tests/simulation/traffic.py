@@ -107,7 +107,7 @@ class Traffic:
         lengths = [None, 0, 1, *[rng.randint(1, 2 * self.shape.output) for _ in range(12)]]
         wanted: dict[str, Any] = {
             "max_tokens": rng.choice(lengths),
-            "n": rng.choice([1] * 12 + [2, 3]),
+            "n": rng.choice([1] * 8 + [2, 3]),
             "ignore_eos": rng.random() < (0.4 if self.shape.output < self.longest else 0.8),
             "seed": rng.randrange(1 << 40) if rng.random() < 0.8 else None,
             "repetition_penalty": rng.choice([1.0, 1.0, 1.0, 1.2]),

@@ -97,6 +97,17 @@ def test_slots_are_taken_from_lower_priorities_too() -> None:
     assert admissions(world) == [*low, urgent]
 
 
+def test_rows_for_choices_are_held_by_those_that_run_only() -> None:
+    """One that is preempted in its prompt has choices to come: for them none is kept from the urgent one."""
+    world = World(num_slots=256, max_running_requests=3, chunked_prefill_size=4, schedule_policy="priority")
+    low = ask(world, [2] * 30, n=2)
+    world.turn()
+    assert world.state.reserved_rows == 1
+    urgent = ask(world, [3] * 30, n=3, priority=1)
+    assert admissions(world) == [low, urgent]
+    assert world.state.counters.retracted == 1
+
+
 def test_who_has_used_least_goes_next() -> None:
     world, first = busy(schedule_policy="fair")
     flood = [ask(world, [3 + i] * 10, tenant="flood", max_tokens=2) for i in range(20)]

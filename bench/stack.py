@@ -1,6 +1,6 @@
 """What stands between a model and its clients costs: HTTP, ZeroMQ and three processes around an echo worker.
 
-    python -m bench.http [--streams 32] [--tokens 1024] [--intervals 1,8,16] [--steps-ms 0,5.3,10]
+    python -m bench.stack [--streams 32] [--tokens 1024] [--intervals 1,8,16] [--steps-ms 0,5.3,10]
                          [--routes completions,chat] [--repeats 3] [--wait-quiet 60]
                          [--profile server,tokenizer,scheduler] [--json FILE] [MODEL]
 

@@ -1,4 +1,4 @@
-"""`bench.http`: what its table says follows from when words were sent and came."""
+"""`bench.stack`: what its table says follows from when words were sent and came."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.echo_worker import STEPS, WORDS, Stamps
-from bench.http import Event, Runtime, median, steady
+from bench.stack import Event, Runtime, median, steady
 from tests.api.scripted import source
 
 
