@@ -17,6 +17,8 @@ FRAME_WEIGHT = 4096
 comes behind it waits for that."""
 READ_BYTES = 2**20
 """After so much a receive ends, for the same reason."""
+READ_MESSAGES = 256
+"""After so many a receive of the server ends: those who read what came run first."""
 
 
 def address(directory: str, role: str, index: int = 0) -> str:
@@ -59,7 +61,7 @@ class Inbox:
         comes after READ_BYTES of them is left for the next call."""
         if not self._poller.poll(None if timeout is None else max(0, int(timeout * 1000 + 0.999))):
             return []
-        return _waiting(self._socket, HIGH_WATER)
+        return _waiting(self._socket, HIGH_WATER, HIGH_WATER)
 
     def close(self) -> None:
         self._socket.close()
@@ -85,7 +87,7 @@ class AsyncInbox:
         while True:
             # The descriptor tells of news only after all has been read: so look first, wait then.
             self._signalled.clear()
-            if received := _waiting(self._socket, most):
+            if received := _waiting(self._socket, most, READ_MESSAGES):
                 return received
             await self._signalled.wait()
 
@@ -102,18 +104,19 @@ def _bound(directory: str, role: str, index: int) -> zmq.Socket[bytes]:
     return socket
 
 
-def _waiting(socket: zmq.Socket[bytes], most: int) -> list[Any]:
-    """The messages of up to `most` frames that are here; the one that makes them READ_BYTES is the last."""
+def _waiting(socket: zmq.Socket[bytes], frames: int, enough: int) -> list[Any]:
+    """The messages of up to so many frames that have arrived. A frame that makes them READ_BYTES, or `enough`
+    messages, is the last."""
     received: list[Any] = []
     size = 0
-    for _ in range(most):
+    for _ in range(frames):
         try:
             frame = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             break
         size += len(frame)
         received += messages.decode(frame)
-        if size >= READ_BYTES:
+        if size >= READ_BYTES or len(received) >= enough:
             break
     return received
 

@@ -339,7 +339,9 @@ class Client:
 
     def _open(self, name: str | None, namespace: str) -> Stream:
         rid = uuid.uuid4().hex
-        stream = Stream(rid, name or rid, next(self._turns), self._config.stream_buffer, self._walked_away)
+        # The bound is in tokens, as it were: a piece holds at least so many.
+        limit = max(16, self._config.stream_buffer // self._config.stream_interval)
+        stream = Stream(rid, name or rid, next(self._turns), limit, self._walked_away)
         stream.namespace = namespace
         self._streams[rid] = stream
         self._names.setdefault(stream.name, []).append(stream)

@@ -77,7 +77,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_workers: Annotated[int, Flag("tokenizer processes", 1, 64)] = 1
     max_body_bytes: Annotated[int, Flag("largest request body in bytes", 1024, 2**31)] = 4 * 2**20
     stream_buffer: Annotated[
-        int, Flag("chunks a slow reader may lag behind before its request ends with an error", 16, 2**20)
+        int, Flag("tokens a slow reader may lag behind before its request ends with an error", 16, 2**20)
     ] = 4096
     api_key: Annotated[
         str | None, Flag("key that every request must bring; several are separated by commas")
@@ -106,7 +106,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Literal["last", "mean"], Flag("what /v1/embeddings makes of a prompt's hidden states")
     ] = "last"
     stream_interval: Annotated[
-        int, Flag("tokens that a stream's piece holds at least, but for its first and its last", 1, 1024)
+        int,
+        Flag(
+            "tokens that a stream's piece holds at least, but for its first and its last; "
+            "fewer with many logprobs",
+            1,
+            1024,
+        ),
     ] = 1
     drain_timeout: Annotated[float, Flag("seconds that running requests get after SIGTERM", 0, 86400)] = 30.0
     heartbeat_timeout: Annotated[

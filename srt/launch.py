@@ -156,7 +156,8 @@ class Launcher:
         for c in self._children:
             ready = c.ready or Ready()
             facts |= ready.facts
-            limit = max(limit, ready.max_request_tokens)
+            # The scheduler says it, and then the server, what shared prefixes leave.
+            limit = ready.max_request_tokens or limit
         return Serve(limit, facts)
 
     def watch(self) -> None:

@@ -127,7 +127,7 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
     """What a prefix lookup found: `matched` tokens, and why it stopped there.
 
     `stopped`: "cold" (nothing of it was ever seen), "diverged" (the tree goes on otherwise at token
-    `matched`), "evicted" (it went on once), "namespace" (the shared namespace knows more of it),
+    `matched`), "evicted" (it went on once), "namespace" (without its salt it would find more),
     "last_token" (all but the last token, which is always computed), "logprobs" or "pooling" (what comes after
     is asked for and must be computed), "disabled" (no radix cache).
     """

@@ -122,7 +122,7 @@ class Metrics:
         self._restarts = Counter(
             "sapwood_worker_restarts", "Workers that died and were replaced", registry=self.registry
         )
-        self._labels: dict[str, str] = {}
+        self._labels: set[str] = set()
         self._times: dict[str, dict[int, float]] = {}
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -156,13 +156,11 @@ class Metrics:
         self._lookups.labels(event.verdict.stopped).inc()
 
     def _label(self, namespace: str) -> str:
-        known = self._labels.get(namespace)
-        if known is not None:
-            return known
-        if len(self._labels) >= MAX_NAMESPACES:
-            return "other"
-        label = self._labels[namespace] = self.label_of(namespace)
-        return label
+        """That of the namespace; "other" once there are many. Those that have one in common count once."""
+        label = self.label_of(namespace)
+        if len(self._labels) < MAX_NAMESPACES:
+            self._labels.add(label)
+        return label if label in self._labels else "other"
 
     def on_chunk(self, event: Chunk, arrived: float, now: float) -> None:
         tokens = len(event.ids) // 4

@@ -13,7 +13,7 @@ from sapwood.srt.cache.node import Node, Root, token_at
 from sapwood.srt.cache.pins import Pins
 from sapwood.srt.cache.roots import Roots
 from sapwood.srt.cache.slots import SlotArray, SlotPool
-from sapwood.srt.namespaces import LISTED
+from sapwood.srt.namespaces import LISTED, label
 
 if TYPE_CHECKING:
     from sapwood.srt.cache.radix import RadixTree
@@ -50,7 +50,7 @@ def check_tree(tree: RadixTree, roots: Roots, order: Order, pins: Pins) -> None:
             _check_root(root, own, roots)
             crcs[root] = crcs[root.parent] if root.parent is not None else 0
             for node in root.subtree():
-                assert node.namespace == namespace, f"a node of {node.namespace!r} is under {namespace!r}"
+                assert node.namespace == namespace, f"a node of another one is under {label(namespace)}"
                 _check_children(node)
                 if node is root:
                     continue
@@ -62,7 +62,7 @@ def check_tree(tree: RadixTree, roots: Roots, order: Order, pins: Pins) -> None:
         below = edges[before:]
         totals = (len(below), sum(len(node.slots) for node in below))
         counted = (own.total_nodes, own.total_tokens)
-        assert totals == counted, f"{totals} nodes and tokens in {namespace!r}, counted as {counted}"
+        assert totals == counted, f"{totals} nodes and tokens in {label(namespace)}, counted as {counted}"
     held = [node.slots for node in edges]
     slots = np.concatenate(held) if held else np.empty(0, np.int32)
     assert len(np.unique(slots)) == len(slots), "two tokens share a slot"
@@ -76,7 +76,7 @@ def check_tree(tree: RadixTree, roots: Roots, order: Order, pins: Pins) -> None:
 
 
 def _check_root(root: Root, own: Root, roots: Roots) -> None:
-    where = f"{root.namespace!r}"
+    where = label(root.namespace)
     depth = 0
     if root is not own:
         end = root.parent
@@ -94,7 +94,7 @@ def _check_root(root: Root, own: Root, roots: Roots) -> None:
 def _check_children(node: Node) -> None:
     for token, child in node.children.items():
         assert child.parent is node, f"a child of the node at depth {node.depth} has another parent"
-        assert token == token_at(child.key, 0), f"child {token} begins with {token_at(child.key, 0)}"
+        assert token == token_at(child.key, 0), f"a child at depth {node.depth} begins with another token"
         assert child.depth == node.depth + len(child.slots), f"depth {child.depth} below {node.depth}"
         if node.parent is not None:
             assert child.last_use <= node.last_use, "a child was used after its parent"
@@ -138,7 +138,7 @@ def _check_listed(roots: Roots, edges: list[Node]) -> None:
     assert marked == set(roots.ends), f"{len(marked)} listed ends in the tree, {len(roots.ends)} known"
     path: set[Node] = set()
     for end in marked:
-        assert end.namespace == LISTED, f"a listed end in {end.namespace!r}"
+        assert end.namespace == LISTED, f"a listed end in {label(end.namespace)}"
         node: Node | None = end
         while node is not None and node.key:
             assert node.lock_count > 0, f"a listed path is not locked at depth {node.depth}"

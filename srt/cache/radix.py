@@ -243,7 +243,7 @@ class RadixTree:
         """
         freed: list[SlotArray] = []
         self._pins.clear(namespace)
-        for start in [root for root in self._roots if namespace is None or root.namespace == namespace]:
+        for start in self._roots.of(namespace):
             self._drop_unlocked(start, freed)
             self._roots.prune(start)
         self._order.prune()

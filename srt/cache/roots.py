@@ -32,6 +32,13 @@ class Roots:
         for root in self.by_name.values():
             yield from root.starts()
 
+    def of(self, namespace: str | None) -> list[Root]:
+        """The root and the doors of one namespace, or all (None)."""
+        if namespace is None:
+            return list(self)
+        root = self.by_name.get(namespace)
+        return root.starts() if root is not None else []
+
     def start(self, namespace: str, ids: bytes, limit: int) -> Root:
         """Where a lookup of `ids`, of at most `limit` tokens, begins. It may be not in the tree, see keep."""
         root = self.by_name.get(namespace)

@@ -47,9 +47,20 @@ def admit(state: State, budget: int) -> list[Admission]:
 
 def fits(state: State, sequence: Sequence) -> bool:
     """Whether there are a row and slots for the sequence, as far as is known without looking it up."""
+    return _rows_suffice(state, sequence) and missing(state, sequence) <= 0
+
+
+def missing(state: State, sequence: Sequence) -> int:
+    """Slots that the sequence needs beyond those that there are for it, as far as is known without looking it
+    up. Those of its own cached prefix are not there for it: they would be locked."""
     spot = sequence.spot
-    need = _need(state, sequence, spot.matched if spot is not None else 0)
-    return _rows_suffice(state, sequence) and need <= state.available - _promised(state)
+    matched = spot.matched if spot is not None else 0
+    unlocked, node = 0, spot.node if spot is not None else None
+    while node is not None and node.parent is not None and node.lock_count == 0:
+        unlocked += len(node.slots)
+        node = node.parent
+    room = state.available - min(unlocked, matched) - _promised(state)
+    return _need(state, sequence, matched) - room
 
 
 def _need(state: State, sequence: Sequence, matched: int) -> int:
@@ -59,10 +70,15 @@ def _need(state: State, sequence: Sequence, matched: int) -> int:
 
 
 def _rows_suffice(state: State, sequence: Sequence) -> bool:
+    return rows_missing(state, sequence) <= 0
+
+
+def rows_missing(state: State, sequence: Sequence) -> int:
+    """Rows that the sequence needs, for its further choices too, beyond those that there are for it."""
     if sequence.resumed and sequence.request.forked:
-        return state.rows.num_free > 0
+        return 1 - state.rows.num_free
     wanted = sequence.request.rows_held(state.rows.capacity)
-    return state.rows.num_free - state.reserved_rows >= wanted
+    return wanted - (state.rows.num_free - state.reserved_rows)
 
 
 def _seat(state: State, sequence: Sequence, promised: int) -> Admission | None:

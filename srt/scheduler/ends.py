@@ -63,8 +63,7 @@ def _retain(state: State, request: Request, node: Node) -> None:
     if request.namespace == LISTED:
         if node.depth == len(request.prompt):
             state.tree.list_prefix(node)
-            left = state.pool.total - state.tree.listed_tokens
-            state.max_request_tokens = min(state.max_request_tokens, left)
+            state.keep_room(state.tree.listed_tokens)
     elif request.keep > 0:
         state.tree.pin(node, state.clock() + request.keep)
 

@@ -25,7 +25,8 @@ def submit(state: State, message: Submit) -> None:
     prompt = messages.unpack(message.ids)
     try:
         max_tokens = room(state, len(prompt), message.params)
-        _require_place(state)
+        if message.namespace != LISTED:  # those of the server itself, once more after a restart
+            _require_place(state)
     except SapwoodError as e:
         state.tell(message.tokenizer, Refused(message.key, e.info()))
         return
@@ -89,7 +90,8 @@ def room(state: State, prompt_tokens: int, params: SamplingParams) -> int:
     if prompt_tokens > limit or (prompt_tokens == limit and asked != 0):
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens; prompt and output together may have {limit}"
-            f" (context length {state.context_length}, KV pool {state.pool.total} slots)",
+            f" (context length {state.context_length}, KV pool {state.pool.total} slots"
+            + (f", {state.listed_tokens} of them for shared prefixes)" if state.listed_tokens else ")"),
             param="prompt",
         )
     left = limit - prompt_tokens

@@ -85,8 +85,18 @@ class Line:
         sequence.line = None
         self.waiting -= 1
         self.work -= sequence.work
+        # What has left is dropped where it comes up; here, too, lest there be ever more of it behind one that
+        # waits for long.
         if len(self._fifo) > 2 * self.waiting + MAX_LOOK:
             self._fifo = deque(s for s in self._fifo if s.line is self)
+        if len(self._heap) > 2 * self.waiting + MAX_LOOK:
+            self._heap = [entry for entry in self._heap if self._stands(entry)]
+            heapq.heapify(self._heap)
+        spot = sequence.spot
+        heap = spot.queue.get(self) if spot is not None else None
+        if spot is not None and heap is not None and len(heap) > 2 * spot.size + MAX_LOOK:
+            heap[:] = [(rank, s) for rank, s in heap if s.spot is spot and s.line is self]
+            heapq.heapify(heap)
 
     def admitted(self, sequence: Sequence, work: int) -> None:
         """`sequence`, which has left, goes ahead; it is `work`."""
@@ -135,7 +145,7 @@ class Line:
             first = self._member(spot)
             if first is None or spot.blocked:
                 heapq.heappop(heap)
-                del spot.entered[self]
+                spot.entered.pop(self, None)
                 continue
             now = self._rank_of(spot, first)
             if now == rank:
@@ -152,7 +162,19 @@ class Line:
             if sequence.spot is spot and sequence.line is self:
                 return sequence
             heapq.heappop(heap)
+        if heap is not None:
+            del spot.queue[self]
         return None
+
+    def _stands(self, entry: tuple[Rank, int, Spot]) -> bool:
+        """Whether the entry of the heap is still good for something; its spot forgets it if not."""
+        rank, _, spot = entry
+        if spot.entered.get(self) != rank:
+            return False
+        if self._member(spot) is None or spot.blocked:
+            del spot.entered[self]
+            return False
+        return True
 
     def _rank_of(self, spot: Spot, first: Sequence) -> Rank:
         rank = self._rank(first)

@@ -101,13 +101,16 @@ class Priorities:
         return line
 
     def first(self) -> Sequence | None:
-        empty = [rank for rank in self._ranks if not self._lines[rank].waiting]
-        for rank in empty:  # priorities are the clients' to choose: none is kept for ever
-            del self._lines[rank]
-        if empty:
-            self._ranks = sorted(self._lines)
-        found = (self._lines[rank].first() for rank in self._ranks)
-        return next((sequence for sequence in found if sequence is not None), None)
+        place = 0
+        while place < len(self._ranks):
+            line = self._lines[self._ranks[place]]
+            if not line.waiting:  # priorities are the clients' to choose: none is kept for ever
+                del self._lines[self._ranks.pop(place)]
+            elif (sequence := line.first()) is not None:
+                return sequence
+            else:
+                place += 1
+        return None
 
     def admitted(self, sequence: Sequence, tokens: int) -> None:
         pass
@@ -201,5 +204,5 @@ class Queue:
 
     def improved(self, spot: Spot) -> None:
         """See spots.Listener."""
-        for line in spot.queue:
+        for line in list(spot.queue):
             line.offer(spot)

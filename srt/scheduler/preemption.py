@@ -51,31 +51,38 @@ def make_way(state: State) -> None:
     if state.config.schedule_policy not in ("priority", "fair"):
         return
     while (sequence := state.queue.first()) is not None and not admission.fits(state, sequence):
-        victims = _victims(state, sequence)
-        if not len(victims):
+        every = _victims(state, sequence)
+        slots = sum(_alone(state, row) for row in every.tolist())
+        # Nobody gives way for what would not fit even then.
+        if admission.rows_missing(state, sequence) > len(every) or admission.missing(state, sequence) > slots:
             return
-        retract(state, _cheapest(state, victims))
+        retract(state, _cheapest(state, _first_to_go(state, every)))
 
 
 def _victims(state: State, sequence: Sequence) -> Rows:
-    """The rows that `sequence` may take, those of which one goes first."""
+    """All the rows that `sequence` may take. Under `fair` each tenant keeps its oldest ones, one more than
+    the sequence's has: for a difference of one, the two would take turns for ever."""
     rows = state.rows
     active: Rows = np.flatnonzero(rows.active)
-    none = active[:0]
-    if not len(active):
-        return none
     if state.config.schedule_policy == "priority":
-        least = rows.urgency[active].max()
-        lowest: Rows = active[rows.urgency[active] == least]
-        return lowest if least > sequence.request.urgency else none
-    counts = np.bincount(rows.tenant[active], minlength=sequence.request.tenant + 1)
-    most = int(counts.argmax())
-    # Not for a difference of one: the two would take turns for ever.
-    if counts[most] <= counts[sequence.request.tenant] + 1:
-        return none
-    theirs: Rows = active[rows.tenant[active] == most]
-    younger: Rows = theirs[rows.order[theirs] > rows.order[theirs].min()]
-    return younger
+        lower: Rows = active[rows.urgency[active] > sequence.request.urgency]
+        return lower
+    active = active[np.argsort(rows.order[active])]
+    tenants = rows.tenant[active]
+    kept = int((tenants == sequence.request.tenant).sum()) + 1
+    taken = [active[tenants == tenant][kept:] for tenant in np.unique(tenants)]
+    return np.concatenate(taken) if taken else active
+
+
+def _first_to_go(state: State, victims: Rows) -> Rows:
+    """Those of the lowest priority, or of the tenant that may lose most."""
+    rows = state.rows
+    if state.config.schedule_policy == "priority":
+        lowest: Rows = victims[rows.urgency[victims] == rows.urgency[victims].max()]
+        return lowest
+    tenants = rows.tenant[victims]
+    theirs: Rows = victims[tenants == np.bincount(tenants).argmax()]
+    return theirs
 
 
 def _cheapest(state: State, rows: Rows) -> int:

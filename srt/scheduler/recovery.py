@@ -127,6 +127,8 @@ def carry_over(old: State, new: State, error: ErrorInfo, waiting_too: bool) -> N
     new.counters, new.tombstones, new.orders = old.counters, old.tombstones, old.orders
     new.outgoing, new.deadlines = old.outgoing, old.deadlines
     new.tenants = old.tenants
+    # Prefixes are listed again while others are served already.
+    new.keep_room(old.listed_tokens)
     # Of both, as nobody knows which of them is right if they differ.
     requests = {s.request.key: s.request for s in old.sequences.values()} | old.requests
     for request in sorted(requests.values(), key=lambda request: request.order):

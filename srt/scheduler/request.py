@@ -64,8 +64,8 @@ class Sequence:
     `pending` is not 0 a step that works for it is in flight though it has no row: it was retracted.
 
     `spot` and `line` are its places among those that wait (spots.py, lines.py): both None if it does not.
-    It is `work`, and `ahead` was waiting in its line when it came. Running, with `computes`, it has a spot as
-    long as it puts into the tree what others may wait for.
+    `raw` are its ids as long as it has a spot. It is `work`; `ahead` was waiting in its line when it came.
+    Running, with `computes`, it has a spot as long as it puts into the tree what others may wait for.
     """
 
     request: Request
@@ -76,6 +76,7 @@ class Sequence:
     pending: int = 0
     spot: Spot | None = None
     line: Line | None = None
+    raw: bytes = b""
     work: int = 0
     ahead: int = 0
     computes: bool = False

@@ -12,6 +12,7 @@ from sapwood.srt import messages
 from sapwood.srt.channel import FRAME_WEIGHT, weight
 from sapwood.srt.errors import ErrorInfo
 from sapwood.srt.messages import PromptRead, RowRead, StepResult, TokenLogprob, Tokens
+from sapwood.srt.namespaces import LISTED
 from sapwood.srt.scheduler.ends import Reason, finish, keep_in_tree, unreserve
 from sapwood.srt.scheduler.request import Sequence
 from sapwood.srt.scheduler.state import Sent, State
@@ -193,7 +194,10 @@ def _late(
         return []
     sequence.pending = 0
     if not sent.samples[i]:
-        through = not sequence.request.max_tokens and sent.ends[i] == len(sequence.request.prompt)
+        request = sequence.request
+        # What is to be listed must be in the tree to its end: it is computed once more.
+        over = not request.max_tokens and request.namespace != LISTED
+        through = over and sent.ends[i] == len(request.prompt)
         ended = [_End(sequence, 0, "length", None)] if through else []
     else:
         ended = _take(state, sequence, tokens, first, emitted)

@@ -114,11 +114,6 @@ class Rows:
         rows = np.flatnonzero(self.active & ~self.sampled)
         return rows[np.argsort(self.order[rows])]
 
-    def youngest(self) -> int:
-        """The active row that was seated last; there must be one."""
-        rows = np.flatnonzero(self.active)
-        return int(rows[np.argmax(self.order[rows])])
-
     def oldest(self) -> int:
         """The active row that was seated first; there must be one."""
         rows = np.flatnonzero(self.active)

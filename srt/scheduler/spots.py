@@ -77,12 +77,14 @@ class Spots:
 
     def wait(self, sequence: Sequence) -> None:
         """`sequence` waits: find its spot."""
+        sequence.raw = sequence.ids.tobytes()
         self._place(sequence, None)
 
     def compute(self, sequence: Sequence, node: Node) -> None:
         """`sequence`, which waited, begins to compute its tokens from `node`, its path in the tree, on."""
+        raw = sequence.raw
         self.leave(sequence)
-        sequence.computes = True
+        sequence.computes, sequence.raw = True, raw
         self._place(sequence, node)
 
     def leave(self, sequence: Sequence) -> None:
@@ -92,7 +94,7 @@ class Spots:
             self._remove(sequence, spot)
             if spot.size == 0 and not spot.computing:
                 self._drop(spot)
-        sequence.computes = False
+        sequence.computes, sequence.raw = False, b""
 
     # ---- what the tree says
 
@@ -147,7 +149,7 @@ class Spots:
             node = trace.child or trace.node
             assert (spot.node, spot.matched) == (node, trace.matched), f"{sequence.key} waits elsewhere"
             token = END if trace.matched >= sequence.matchable else int(ids[trace.matched])
-            assert spot.token == token, (spot.token, token)
+            assert spot.token == token, f"{sequence.key} waits for another token"
             assert (node.spots or {}).get(spot.key) is spot, "a spot that is not in the tree"
 
     # ---- placing
@@ -156,7 +158,7 @@ class Spots:
         """Look the sequence up, from `known` on, and put it where that ends."""
         limit = len(sequence.ids) if sequence.computes else sequence.matchable
         namespace = sequence.request.namespace
-        trace = self._tree.trace(namespace, sequence.ids.tobytes(), limit, known)
+        trace = self._tree.trace(namespace, sequence.raw, limit, known)
         token = END if trace.matched >= limit else int(sequence.ids[trace.matched])
         if sequence.computes and token == END:
             return  # nobody needs to wait for it

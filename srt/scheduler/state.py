@@ -95,6 +95,8 @@ class State:
     outputs: OutputEstimate = field(default_factory=OutputEstimate)
     tenants: dict[str, int] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
+    listed_tokens: int = 0
+    """Room that listed prefixes take, or will again: requests are accepted for what is left."""
     orders: int = 0
     reserved_rows: int = 0
 
@@ -107,6 +109,11 @@ class State:
     def available(self) -> int:
         """Slots that a row could be given now, by eviction if need be."""
         return self.pool.num_free + self.tree.evictable_tokens
+
+    def keep_room(self, listed: int) -> None:
+        """Accept requests for what `listed` tokens of prefixes leave of the pool, as long as it lasts."""
+        self.listed_tokens = max(self.listed_tokens, listed)
+        self.max_request_tokens = min(self.max_request_tokens, self.pool.total - self.listed_tokens)
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
         """`count` slots, evicting what they need; the caller has made sure that they are available."""

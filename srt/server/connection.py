@@ -21,6 +21,8 @@ from sapwood.srt.errors import ErrorInfo, RequestTimeout, Unavailable
 from sapwood.srt.server.reply import STATUS_HEADERS, WRITE, error_value
 
 HEAD_SECONDS = 30.0
+WRITE_SECONDS = 120.0
+"""How long a reader of a stream may read nothing at all."""
 LINGER_SECONDS = 1.0
 """How long what still comes is dropped after a refusal: closing at once could take the answer with it."""
 SPARE_DESCRIPTORS = 256
@@ -117,7 +119,12 @@ def _writer(cycle: RequestResponseCycle) -> Callable[[bytes], Awaitable[None]]:
 
     async def write(piece: bytes) -> None:
         if flow.write_paused and not cycle.disconnected:
-            await flow.drain()
+            try:
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await flow.drain()
+            except TimeoutError:
+                transport.abort()  # who keeps a connection open and reads nothing keeps others out
+                return
         if not cycle.disconnected:
             transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 

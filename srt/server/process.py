@@ -143,7 +143,7 @@ class Server:
         self._lifeline.on_orphan = self._orphaned
         threading.Thread(target=self._hear, name="commands", daemon=True).start()
         facts = await shared_prefixes.compute(self._service, self._prefixes)
-        self._lifeline.ready(facts)
+        self._lifeline.ready(facts, self._service.max_request_tokens)
         reporting = asyncio.create_task(throughput.report(lambda: self._client.latest_stats))
         await serving
         reporting.cancel()

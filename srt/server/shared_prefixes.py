@@ -7,6 +7,7 @@ Needs no web framework: the offline Engine lists prompts too.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 
 from sapwood.srt import namespaces
 from sapwood.srt.client import Client, Prompt
-from sapwood.srt.errors import BadRequest, ConfigError, SapwoodError, from_info
+from sapwood.srt.errors import BadRequest, ConfigError, Overloaded, SapwoodError, Unavailable, from_info
 from sapwood.srt.messages import Ended, IdsPrompt, TextPrompt, pack, unpack
 from sapwood.srt.params import SamplingParams, Scheduling
 from sapwood.srt.server.chat_prompt import prompt_of
@@ -29,6 +30,7 @@ MAX_PREFIXES = 64
 MAX_SHARE = 0.25
 """Of the KV pool's slots that all prefixes together may take: they are never evicted."""
 LOADING_SECONDS = 86_400.0
+ATTEMPTS, RETRY_SECONDS = 120, 1.0
 """No limit of its own: whoever watches the processes ends them if they do not get ready."""
 _OF_TEXTS = ("add_special_tokens",)
 _OF_CHATS = ("add_generation_prompt", "chat_template_kwargs")
@@ -115,15 +117,35 @@ async def compute(service: Service, prefixes: Sequence[Prefix]) -> dict[str, str
             await _list(client, ids)
         except BadRequest as e:
             raise _wrong(service, number, e.message) from None
-    return {"shared prefixes": f"{len(every)}, of {tokens_of(every)} tokens together"}
+    facts = {"shared prefixes": f"{len(every)}, of {tokens_of(every)} tokens together"}
+    state = await client.ask("state", LOADING_SECONDS)
+    service.max_request_tokens = state["max_request_tokens"]
+    if service.max_request_tokens < longest:
+        facts["longest request"] = (
+            f"{service.max_request_tokens} tokens, prompt and output together: what the shared prefixes leave"
+            f" of the KV pool ({slots} slots)"
+        )
+    return facts
 
 
 async def compute_again(service: Service, prefixes: Sequence[Prefix]) -> None:
-    """The same when the cache has begun empty again: others are served meanwhile, and an error is logged."""
-    try:
-        await compute(service, prefixes)
-    except SapwoodError as e:
-        logger.error("the prompts of --shared-prefixes are not cached any more: %s", e.message)
+    """The same when the cache has begun empty again: others are served meanwhile. A queue that is full is
+    tried again for a while; an error is logged."""
+    for attempt in range(ATTEMPTS):
+        try:
+            await compute(service, prefixes)
+        except (Overloaded, Unavailable) as e:
+            if attempt < ATTEMPTS - 1 and service.client.failure is None:
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            _log_loss(e)
+        except SapwoodError as e:
+            _log_loss(e)
+        return
+
+
+def _log_loss(error: SapwoodError) -> None:
+    logger.error("the prompts of --shared-prefixes are not cached any more: %s", error.message)
 
 
 def tokens_of(prompts: Iterable[list[int]]) -> int:

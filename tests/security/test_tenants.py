@@ -12,6 +12,7 @@ import pytest
 from sapwood.srt import namespaces
 from sapwood.srt.config import make
 from sapwood.srt.messages import Ask, Generate
+from sapwood.srt.metrics import MAX_NAMESPACES
 from sapwood.srt.params import Scheduling
 from sapwood.srt.server.tenants import PlaceFields, Tenants
 from tests.api.scripted import Harness, answer, client
@@ -161,6 +162,9 @@ def test_metrics_tell_keys_apart_only_to_an_admin(new_server: Callable[..., Harn
         harness.tokenizer.script = answer
         for key, salt in ((ALICE, None), (BOB, None), (BOB, "s")):
             ask(harness, bearer(key), cache_salt=salt)
+        for i in range(MAX_NAMESPACES if "keys" in wanted else 0):
+            ask(harness, bearer(ALICE), cache_salt=f"{i}")  # which leave a place for the others still to come
+            ask(harness, bearer(BOB), cache_salt=f"{i}")
         assert labels(harness, reader) == wanted
 
 

@@ -207,3 +207,54 @@ def test_a_retraction_raises_what_is_expected_for_a_while() -> None:
         estimate.stepped()
     assert estimate.ratio == FIRST
     assert OutputEstimate(3.0).ratio == 3 * FIRST
+
+
+def test_nobody_gives_way_for_what_would_not_fit_even_then() -> None:
+    world = World(num_slots=2048, max_running_requests=4, chunked_prefill_size=64, schedule_policy="fair")
+    flood = [ask(world, [3 + i] * 10, tenant="flood", max_tokens=30) for i in range(4)]
+    for _ in range(4):
+        world.turn()
+    # Its choices need all rows, and the flood keeps one of them.
+    ask(world, [30] * 10, tenant="late", max_tokens=4, n=4)
+    for _ in range(4):
+        world.turn()
+    assert world.state.counters.retracted == 0
+    assert all(world.state.sequences[key].row >= 0 for key in flood)
+    admissions(world)
+
+
+def test_ones_own_cached_prefix_is_no_room_for_it() -> None:
+    world = World(num_slots=130, max_running_requests=4, chunked_prefill_size=64, schedule_policy="priority")
+    prefix = [4] * 50
+    world.submit(prefix, max_tokens=1)
+    world.run()
+    low = ask(world, [3] * 50, max_tokens=60)
+    for _ in range(3):
+        world.turn()
+    assert world.state.tree.evictable_tokens >= 49
+    # 49 of its tokens are cached, and what is free besides is too little for the rest.
+    urgent = ask(world, [*prefix, *[5] * 30], priority=1, max_tokens=10)
+    for _ in range(3):
+        world.turn()
+    assert world.clients[urgent].admitted is not None
+    assert world.state.counters.retracted == 1
+    admissions(world)
+    assert world.clients[low].finished
+
+
+def test_what_has_left_is_not_kept_behind_one_that_waits_for_long() -> None:
+    world = World(num_slots=2048, max_running_requests=1, chunked_prefill_size=16, schedule_policy="priority")
+    ask(world, [2] * 5, max_tokens=190)
+    world.turn()
+    first = ask(world, [3] * 5)
+    sequence = world.state.sequences[first]
+    for i in range(500):
+        world.cancel(ask(world, [3] * 5 if i % 2 else [4 + i % 40] * 5))
+    line, spot = sequence.line, sequence.spot
+    assert line is not None
+    assert spot is not None
+    assert len(line._fifo) < 100
+    assert len(line._heap) < 100
+    assert len(spot.queue[line]) < 100
+    admissions_of = [world.clients[key].finished for key in world.clients if key > first]
+    assert all(admissions_of)

@@ -17,6 +17,7 @@ from sapwood.srt import messages
 from sapwood.srt.channel import Inbox
 from sapwood.srt.config import make
 from sapwood.srt.messages import Answer, Ask, Submit, WorkerReady
+from sapwood.srt.namespaces import LISTED
 from sapwood.srt.orders import Boot, Restart
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.scheduler import recovery
@@ -96,6 +97,42 @@ class Mortal(World):
 
 
 # ---- another worker
+
+
+def test_prefixes_that_will_be_listed_again_keep_their_room() -> None:
+    world = Mortal(num_slots=100, context=100, max_running_requests=2)
+    prefix = {"namespace": LISTED, "max_tokens": 0}
+    world.submit([9] * 30, **prefix)
+    world.guarded_run()
+    assert world.state.max_request_tokens == 70
+    waiting = world.submit([3] * 60, max_tokens=None, ignore_eos=True)
+    world.kill_worker()
+    world.replace_worker(100)
+    assert world.state.max_request_tokens == 70
+    # Accepted before the prefix is listed again, and still to fit when it is.
+    early = world.submit([4] * 65, max_tokens=None, ignore_eos=True)
+    world.submit([5] * 71, max_tokens=1)
+    again = world.submit([9] * 30, **prefix)
+    world.guarded_run()
+    assert world.state.tree.listed_tokens == 30
+    assert world.clients[again].finished
+    assert len(world.clients[early].output[0]) == 5
+    assert len(world.clients[waiting].output[0]) == 10
+    refused = world.clients[again - 1].refused
+    assert refused is not None
+    assert "100 slots, 30 of them for shared prefixes" in refused.error.message
+
+
+def test_prefixes_are_listed_again_though_the_queue_is_full() -> None:
+    world = Mortal(max_running_requests=1, max_queued_requests=1)
+    keys = [world.submit([3 + i] * 5, **LONG) for i in range(2)]
+    listed = world.submit([9] * 30, LISTED, max_tokens=0)
+    refused = world.submit([8] * 5, **LONG)
+    world.guarded_run()
+    assert world.clients[listed].refused is None
+    assert world.state.tree.listed_tokens == 30
+    assert world.clients[refused].refused is not None
+    assert world.clients[keys[0]].finished
 
 
 def test_what_ran_ends_and_what_waited_is_served_later() -> None:
