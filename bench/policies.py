@@ -148,16 +148,21 @@ def trace_hits(folder: Path, pools: tuple[float, ...]) -> list[dict[str, Any]]:
                 "trace": name, "requests": len(prompts), "pool": share,
                 "belady": belady(prompts, slots) / total, "blocks of 16": blocks(prompts, slots, 16) / total,
             }  # fmt: skip
-            for policy in POLICIES:
+            for policy, eviction in (
+                *((policy, "lru") for policy in POLICIES),
+                ("lpm", "lfu"),
+                ("lpm", "slru"),
+            ):
                 world = Virtual(
                     slots, longest, GPU, schedule_policy=policy, max_running_requests=ROWS,
-                    max_queued_requests=1_000_000,
+                    max_queued_requests=1_000_000, radix_eviction_policy=eviction,
                 )  # fmt: skip
                 served = [
                     Served(p.tobytes(), out, at) for p, at, out in zip(prompts, times, outputs, strict=True)
                 ]
                 world.run(served)
-                row[policy] = sum(s.matched for s in served) / total
+                found = sum(s.matched for s in served) / total
+                row[policy if eviction == "lru" else f"{policy}, {eviction}"] = found
             results.append(row)
             print_row(row)
     return results
