@@ -133,7 +133,7 @@ def waiting(rows: int, waiting: int, steps: int) -> dict[str, float]:
 def vllm(python: Path, *arguments: str) -> dict[str, Any]:
     """What bench/vllm_scheduler.py prints."""
     script = Path(__file__).with_name("vllm_scheduler.py")
-    done = subprocess.run([python, script, *arguments], check=True, capture_output=True, text=True)
+    done = subprocess.run([python, "-P", script, *arguments], check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 

@@ -1,6 +1,6 @@
 """vLLM's v1 scheduler alone, as bench.step_cost drives Sapwood's: run by the Python of vLLM's environment.
 
-    python bench/vllm_scheduler.py decode ROWS CONTEXT | waiting ROWS WAITING STEPS
+    python -P bench/vllm_scheduler.py decode ROWS CONTEXT | waiting ROWS WAITING STEPS
 
 Prints one line of JSON: microseconds of `schedule` and `update_from_output` together, per step.
 """
