@@ -205,7 +205,7 @@ def judge(
     for what in ("files", "processes"):
         if after[what] > before[what]:
             wrong.append(f"{what}: {before[what]:g} before, {after[what]:g} after")
-    for what in ("running", "waiting", "slots_private"):
+    for what in ("running", "waiting", "slots_used"):
         if stats.get(what):
             wrong.append(f"{what}: {stats[what]}")
     return {
@@ -233,7 +233,9 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         serve(source.path, Path(folder), num_threads=None, max_total_tokens=args.slots) as server,
     ):
-        httpx.get(server.url + "/health", timeout=5)
+        # The process that renders chats starts with the first one.
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        httpx.post(server.url + "/v1/chat/completions", json=chat, timeout=60).raise_for_status()
         before = look(server.launcher.pid)
         made, looks = asyncio.run(traffic(server, args, texts))
         time.sleep(10)
