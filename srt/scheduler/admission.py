@@ -34,7 +34,7 @@ def admit(state: State, budget: int) -> list[Admission]:
     promised = _promised(state)
     while budget > 0:
         sequence = state.queue.first()
-        if sequence is None or not _rows_suffice(state, sequence):
+        if sequence is None or rows_missing(state, sequence) > 0:
             break
         admission = _seat(state, sequence, promised)
         if admission is None:
@@ -47,7 +47,7 @@ def admit(state: State, budget: int) -> list[Admission]:
 
 def fits(state: State, sequence: Sequence) -> bool:
     """Whether there are a row and slots for the sequence, as far as is known without looking it up."""
-    return _rows_suffice(state, sequence) and missing(state, sequence) <= 0
+    return rows_missing(state, sequence) <= 0 and missing(state, sequence) <= 0
 
 
 def missing(state: State, sequence: Sequence) -> int:
@@ -69,10 +69,6 @@ def _need(state: State, sequence: Sequence, matched: int) -> int:
     return total - matched + state.outputs.of(len(request.prompt) + request.max_tokens - total)
 
 
-def _rows_suffice(state: State, sequence: Sequence) -> bool:
-    return rows_missing(state, sequence) <= 0
-
-
 def rows_missing(state: State, sequence: Sequence) -> int:
     """Rows that the sequence needs, for its further choices too, beyond those that there are for it."""
     if sequence.resumed and sequence.request.forked:
@@ -84,7 +80,8 @@ def rows_missing(state: State, sequence: Sequence) -> int:
 def _seat(state: State, sequence: Sequence, promised: int) -> Admission | None:
     """Match, lock and give a row; None (and nothing changed) if there are too few slots beside `promised`."""
     rows, tree, request = state.rows, state.tree, sequence.request
-    found = tree.match(request.namespace, sequence.ids.tobytes(), sequence.matchable)
+    ids, limit = sequence.raw, sequence.matchable
+    found = tree.match(request.namespace, ids, limit)
     tree.lock(found.node)
     need = _need(state, sequence, found.length)
     if need > state.available - promised:
@@ -93,7 +90,6 @@ def _seat(state: State, sequence: Sequence, promised: int) -> Admission | None:
     if not request.admitted:
         tree.note_hit(found.node, request.priority)
         reads: Literal["logprobs", "pooling"] = "pooling" if request.params.pooling else "logprobs"
-        ids, limit = sequence.ids.tobytes(), sequence.matchable
         told = verdict(state, request.namespace, ids, limit, reads, request.unsalted)
         _first_admission(state, request, told)
     row = rows.seat(sequence, found.slots, found.node)
