@@ -41,7 +41,8 @@ class SharedPrefixes:
         self._common: list[int] = []
         """How many tiles each of these has in common with the next (the last one: 0)."""
         self._keys: dict[int, bytes] = {}
-        self._orders: dict[int, int] = {}
+        self._known = np.empty((3, 0), np.int64)
+        """By row: whether it is in the list, and the order and the end that it is in the list with."""
 
     def of(self, rows: Rows, members: npt.NDArray[np.integer], starts: Int32s) -> bytes:
         """`Step.shared` for a step of the rows `members` with their first new positions `starts`.
@@ -58,23 +59,21 @@ class SharedPrefixes:
 
     def _follow(self, rows: Rows, members: npt.NDArray[np.integer], starts: Int32s) -> None:
         """Bring the sorted rows up to date."""
+        if self._known.shape[1] != rows.capacity:
+            self._known = np.zeros((3, rows.capacity), np.int64)
         # What a row has not computed before the step is not shared, whatever is in its columns.
-        ends = (np.minimum(starts, rows.prompt_end[members]) // TILE * TILE).tolist()
-        orders = rows.order[members].tolist()
-        present = members.tolist()
-        for row in self._keys.keys() - set(present):
+        ends = np.minimum(starts, rows.prompt_end[members]) // TILE * TILE
+        now = np.zeros_like(self._known)
+        now[:, members] = np.ones_like(ends), rows.order[members], ends
+        changed = (now != self._known).any(axis=0)
+        for row in np.flatnonzero(changed & (self._known[0] != 0)).tolist():
             self._forget(row)
-        for row, order, end in zip(present, orders, ends, strict=True):
-            known = self._keys.get(row)
-            if known is not None:
-                if self._orders[row] == order and len(known) == 4 * end:
-                    continue
-                self._forget(row)
-            key = rows.slots[row, :end].tobytes()
-            self._keys[row], self._orders[row] = key, order
-            self._add(key, row)
+        for row in np.flatnonzero(changed & (now[0] != 0)).tolist():
+            self._add(rows.slots[row, : now[2, row]].tobytes(), row)
+        self._known = now
 
     def _add(self, key: bytes, row: int) -> None:
+        self._keys[row] = key
         place = bisect_left(self._sorted, (key, row))
         if place:
             self._common[place - 1] = _common_tiles(self._sorted[place - 1][0], key)
@@ -91,12 +90,16 @@ class SharedPrefixes:
 
     def _find(self, members: npt.NDArray[np.integer]) -> bytes:
         """The stretches of the sorted rows: those between which all neighbours have enough in common."""
-        place = {row: i for i, row in enumerate(members.tolist())}
-        indices = [place[row] for _, row in self._sorted]
+        place = np.empty(self._known.shape[1], np.int64)
+        place[members] = np.arange(len(members))
+        indices = place[[row for _, row in self._sorted]].tolist()
         found: list[list[int]] = []
         within: list[tuple[int, int]] = []  # tiles that all from a row on have in common, and that row
+        last = -1
         for i, tiles in enumerate(self._common):
-            first = i
+            if tiles == last:
+                continue  # as with the neighbour before, so with this one
+            first, last = i, tiles
             while within and within[-1][0] > tiles:
                 end, first = within.pop()
                 begin = max(tiles, within[-1][0] if within else 0)
