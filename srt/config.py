@@ -105,6 +105,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Annotated[
         Literal["last", "mean"], Flag("what /v1/embeddings makes of a prompt's hidden states")
     ] = "last"
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"],
+        Flag("the format of the model's tool calls; auto: what the chat template shows"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "think"],
+        Flag("the format of the model's reasoning; auto: what the chat template shows"),
+    ] = "auto"
+    json_whitespace: Annotated[
+        int,
+        Flag(
+            "characters of white space that a constrained JSON document may have between two tokens; "
+            '0: its separators are ", " and ": "',
+            0,
+            64,
+        ),
+    ] = 0
     stream_interval: Annotated[
         int,
         Flag(
@@ -184,6 +201,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "all keys and salts"
         ),
     ] = None
+    speculative_algorithm: Annotated[
+        Literal["auto", "none", "ngram", "radix"],
+        Flag(
+            "where drafts of the next tokens come from, which never change an answer; auto: a grammar's "
+            "forced text, the prefix cache, the request's own text; ngram, radix: forced text and that one"
+        ),
+    ] = "auto"
+    speculative_num_draft_tokens: Annotated[
+        int, Flag("longest draft of a row in one step; forced text may be longer", 1, 64)
+    ] = 16
     disable_radix_cache: Annotated[bool, Flag("keep nothing between requests")] = False
     disable_overlap_schedule: Annotated[bool, Flag("plan a step only after the result of the last")] = False
 

@@ -1,9 +1,11 @@
-"""Every message between processes: one union, one codec (see docs/architecture.md). What the launcher and its
-children tell each other, over sockets of their own, is in orders.py.
+"""Every message between processes: one union, one codec (see docs/architecture.md). Those of scheduler and
+worker are in steps.py; what the launcher and its children tell each other, over sockets of their own, is in
+orders.py.
 
     server ──Generate, Abort, Ask──► tokenizer ──Submit, Cancel, StopAt, Ask──► scheduler ──Step──► worker
        ▲                               │  ▲                                       │   ▲               │
        └Started, Read, Chunk, Ended, …─┘  └Admitted, PromptRead, Tokens, Done, …──┘   └──StepResult───┘
+                                 grammar: Compile ► Compiled        LoadGrammar ► GrammarLoaded
 
 A frame on a socket is one encoded list of messages. Token ids, positions, rows and slots travel as
 little-endian int32 bytes (`pack` and `unpack`), keys as int64.
@@ -18,19 +20,26 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from sapwood.srt.errors import ErrorInfo
-from sapwood.srt.params import SamplingParams, Scheduling
-
-Ids = bytes
-"""Little-endian int32 values."""
-
-
-class Message(msgspec.Struct, array_like=True, tag=True):
-    """One of the structs below."""
-
+from sapwood.srt.params import Constraint, Parsing, SamplingParams, Scheduling
+from sapwood.srt.steps import (
+    DropGrammars as DropGrammars,
+    GrammarLoaded as GrammarLoaded,
+    GrammarState as GrammarState,
+    Ids as Ids,
+    LoadGrammar as LoadGrammar,
+    Message as Message,
+    RowError as RowError,
+    RowRead as RowRead,
+    RowStart as RowStart,
+    Step as Step,
+    StepResult as StepResult,
+    TokenLogprob as TokenLogprob,
+    WorkerReady as WorkerReady,
+    pack as pack,
+    unpack as unpack,
+)
 
 # ---- server → tokenizer
 
@@ -54,6 +63,7 @@ class ChatPrompt(Message):
     add_generation_prompt: bool = True
     continue_final: bool = False
     template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
 
 
 class Generate(Message):
@@ -71,6 +81,8 @@ class Generate(Message):
     arrived: float = 0.0
     scheduling: Scheduling = Scheduling()
     streamed: bool = True
+    constraint: Constraint | None = None
+    parsing: Parsing | None = None
 
 
 class Abort(Message):
@@ -97,16 +109,6 @@ class Ask(Message):
 
 
 # ---- tokenizer → server
-
-
-class TokenLogprob(msgspec.Struct, array_like=True):
-    """Natural-log probability of a token, the token itself, the most likely alternatives, best first, and
-    the values of the request's `logprob_ids`, in their order."""
-
-    id: int
-    logprob: float
-    top: list[tuple[int, float]] = []
-    chosen: list[float] = []
 
 
 class TextLogprob(msgspec.Struct, array_like=True):
@@ -141,6 +143,7 @@ class Started(Message):
 
     `queued` is seconds from arrival to admission, `saved` the seconds of prefill that the cache saved.
     `first` is the prompt's first token, which has no Read, as text and bytes, if its logprobs are asked for.
+    `warnings` tell what of a lenient constraint is not enforced.
     """
 
     rid: str
@@ -149,6 +152,7 @@ class Started(Message):
     queued: float
     saved: float = 0.0
     first: tuple[str, bytes] = ("", b"")
+    warnings: list[str] = []
 
 
 class Read(Message):
@@ -164,6 +168,15 @@ class Read(Message):
     pooled: bytes = b""
 
 
+class CallDelta(msgspec.Struct, array_like=True):
+    """More of tool call number `index`; its `id` and `name` come once, at its beginning."""
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+
 class Chunk(Message):
     """New output of one choice; the last one of a choice carries `finish`.
 
@@ -177,14 +190,28 @@ class Chunk(Message):
     ids: Ids
     logprobs: list[TextLogprob] | None = None
     finish: Finish | None = None
+    reasoning: str = ""
+    calls: list[CallDelta] = []
+
+
+class Incomplete(msgspec.Struct, array_like=True, frozen=True):
+    """Where a constrained output stood when it was cut: the JSON pointer of what was being written, and
+    `inside` what (string, number, key, object, array, literal, text)."""
+
+    pointer: str
+    inside: str
 
 
 class Finish(msgspec.Struct, array_like=True, frozen=True):
-    """Why a choice ended: EOS or a stop ("stop", with what matched), a limit ("length"), or "abort"."""
+    """Why a choice ended: EOS or a stop ("stop", with what matched), complete tool calls, a limit ("length"),
+    or "abort". Of its tokens `drafted` had been proposed, and `accepted` of these were drawn."""
 
-    reason: Literal["stop", "length", "abort"]
+    reason: Literal["stop", "length", "abort", "tool_calls"]
     matched: int | str | None = None
     completion_tokens: int = 0
+    incomplete: Incomplete | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Ended(Message):
@@ -216,6 +243,38 @@ class Stats(Message):
     surplus_tokens: int
     evicted_tokens: int
     seconds_saved: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+# ---- tokenizer ⇄ grammar
+
+
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """A constraint in the engine's own words; equal keys mean equal texts."""
+
+    key: bytes
+    text: str
+    warnings: list[str] = []
+
+
+class Compile(Message):
+    """Answered by one Compiled with the same call, unless it is forgotten first."""
+
+    call: int
+    tokenizer: int
+    constraint: Constraint
+
+
+class Forget(Message):
+    call: int
+    tokenizer: int
+
+
+class Compiled(Message):
+    call: int
+    grammar: Grammar | None
+    error: ErrorInfo | None = None
 
 
 # ---- tokenizer → scheduler
@@ -232,6 +291,7 @@ class Submit(Message):
     namespace: str
     arrived: float
     scheduling: Scheduling = Scheduling()
+    grammar: Grammar | None = None
 
 
 class StopAt(Message):
@@ -285,6 +345,8 @@ class Done(Message):
     reason: Literal["stop", "length", "abort", "error"]
     matched: int | None = None
     error: ErrorInfo | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Refused(Message):
@@ -294,90 +356,11 @@ class Refused(Message):
     error: ErrorInfo
 
 
-# ---- scheduler ⇄ worker
-
-
-class RowStart(Message):
-    """Row `row` begins: its first `len(prefix) / 4` positions are already in the pool, in `prefix` slots.
-
-    Draws are keyed by (seed, choice, position); a fork's choices are `choice`, `choice + 1`, ... `history` is
-    all ids so far of a row with penalties, whose counts are rebuilt from it, or whose prompt is read, to know
-    what comes after a chunk (else empty); the first `prompt_len` are the prompt.
-    `read_from` is the first prompt index whose logprob is still to be told (-1: none is): a row that was
-    retracted goes on where it was. A row whose params ask for a mean has no cached prefix and begins anew.
-    """
-
-    row: int
-    prefix: Ids
-    params: SamplingParams
-    seed: int
-    choice: int
-    prompt_len: int
-    history: Ids = b""
-    read_from: int = -1
-
-
-class Step(Message):
-    """One step: release rows, admit rows, then extend `rows[i]` by `counts[i]` tokens from `starts[i]`.
-
-    All arrays are int32 of one entry a row, but `ids` and `slots`, which run over the rows' tokens in order.
-    The one id -1 of a row means its own last sampled token. `samples[i]` tokens are drawn from the row's last
-    position: 0 in the middle of a prompt, 1, or n where n choices fork. `shared` names stretches of positions
-    that several rows have in the same slots, to be read once: begin, end (multiples of 64), how many rows,
-    and their indices i, one stretch after the other.
-    """
-
-    number: int
-    released: bytes
-    admitted: list[RowStart]
-    rows: bytes
-    starts: bytes
-    counts: bytes
-    ids: Ids
-    slots: bytes
-    samples: bytes
-    shared: bytes = b""
-
-
-class RowError(Message):
-    row: int
-    error: ErrorInfo
-
-
-class RowRead(Message):
-    """What a step gave of one row's prompt: logprobs from index `start` on; at its end what was pooled."""
-
-    row: int
-    start: int = 0
-    logprobs: list[TokenLogprob] = []
-    pooled: bytes = b""
-
-
-class StepResult(Message):
-    """What step `number` gave: `ids` in the order of rows and samples; `logprobs` maps an index into `ids`.
-
-    A row in `errors` has failed; its ids here are meaningless. `seconds` is the worker's time for the step.
-    """
-
-    number: int
-    ids: Ids
-    logprobs: dict[int, TokenLogprob]
-    errors: list[RowError]
-    seconds: float
-    reads: list[RowRead] = []
-
-
-class WorkerReady(Message):
-    """The weights of worker `index` are loaded; `num_slots` KV slots exist."""
-
-    num_slots: int
-    index: int = 0
-
-
 AnyMessage = (
     Generate | Abort | Ask | Started | Read | Chunk | Ended | Answer | Stats
     | Submit | StopAt | Cancel | Admitted | PromptRead | Tokens | Done | Refused
-    | Step | StepResult | WorkerReady
+    | Step | StepResult | WorkerReady | LoadGrammar | DropGrammars | GrammarLoaded
+    | Compile | Forget | Compiled
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -391,13 +374,3 @@ def encode(messages: list[Any]) -> bytes:
 def decode(frame: bytes | memoryview) -> list[Any]:
     """The messages of a frame; msgspec.ValidationError (with the path) if it is not one."""
     return _decoder.decode(frame)
-
-
-def pack(values: npt.ArrayLike) -> bytes:
-    """Integers as little-endian int32 bytes."""
-    return np.ascontiguousarray(values, dtype="<i4").tobytes()
-
-
-def unpack(data: bytes) -> npt.NDArray[np.int32]:
-    """A read-only int32 view of packed integers."""
-    return np.frombuffer(data, dtype="<i4")

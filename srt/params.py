@@ -33,6 +33,34 @@ class Scheduling(msgspec.Struct, frozen=True, array_like=True):
     unsalted: str = ""
 
 
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """What an output must be: nothing else can be drawn.
+
+    `text` is a JSON schema, a regular expression (matched as a whole), an EBNF grammar, the JSON list of
+    `choices`, or the JSON of a structural tag; `field` is where the request has it, for errors. Between the
+    tokens of a JSON document stand at most `whitespace` characters of white space (None: the server's). The
+    constraint begins `after` this text, if there is one.
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf", "choices", "structural_tag"]
+    text: str
+    field: str
+    whitespace: int | None = None
+    after: str = ""
+
+
+class Parsing(msgspec.Struct, frozen=True, array_like=True):
+    """How an output is told apart: the formats of tool calls and of reasoning, and the tools' names.
+
+    Empty formats: all of it is content. `reasons`: it begins within the reasoning, which the prompt opened.
+    """
+
+    tool_format: str = ""
+    tool_names: list[str] = []
+    reasoning_format: str = ""
+    reasons: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one request's tokens are drawn and when they end.
 

@@ -17,7 +17,7 @@ ROOT = Path(sapwood.__file__).resolve().parent.parent
 FOLDERS = ("srt", "lang", "kernels", "sapwood")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
-LEAVES = {"errors", "params", "config", "messages", "orders", "log", "namespaces"}
+LEAVES = {"errors", "params", "config", "messages", "steps", "orders", "log", "namespaces"}
 WIRED = LEAVES | {"channel", "lifeline"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "namespaces": set(),
     "params": {"errors"},
     "config": {"errors"},
-    "messages": {"errors", "params"},
+    "steps": {"errors", "params"},
+    "messages": {"errors", "params", "steps"},
     "orders": {"config", "messages"},
     "requirements": {"errors"},
     "metrics": LEAVES | {"client"},
@@ -38,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": LEAVES,
     "models": {"kernels", "errors"},
     "loader": {"models", "kernels", "errors", "params", "config"},
+    "grammar": WIRED,
     "tokenizer": WIRED,
     "server": WIRED | {"client", "metrics", "sapwood"},
     "scheduler": WIRED | {"cache"},
@@ -129,7 +131,9 @@ MAY_NEED: dict[str, set[str]] = {
     "flags": {"msgspec"},
     "cli": {"httpx", "msgspec", "rich"},
     "config": {"msgspec"},
-    "messages": {"msgspec", "numpy"},
+    "messages": {"msgspec"},
+    "steps": {"msgspec", "numpy"},
+    "grammar": {"llguidance", "msgspec", "numpy"},
     "orders": {"msgspec"},
     "params": {"msgspec"},
     "errors": {"msgspec"},

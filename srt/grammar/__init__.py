@@ -1,0 +1,1 @@
+"""Constraints on outputs: read, refused if they cannot be enforced, compiled within limits, matched."""
