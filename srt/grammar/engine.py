@@ -64,7 +64,7 @@ class Matcher:
         return bool(self._matcher.is_stopped())
 
     def fill(self, address: int, size: int) -> None:
-        """Write the mask of the tokens allowed next, of `size` bytes, to `address`; lets other threads run."""
+        """Write the mask of the tokens allowed next (`size` bytes) to `address`; lets other threads run."""
         self._matcher.unsafe_compute_mask_ptr(address, size)
 
     def accept(self, ids: list[int]) -> int:
