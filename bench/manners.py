@@ -42,7 +42,8 @@ def role_of(pid: int) -> str:
     argv = psutil.Process(pid).cmdline()
     if "sapwood.srt.lifeline" in argv:
         return argv[argv.index("sapwood.srt.lifeline") + 1]
-    return "templates" if "sapwood.srt.tokenizer.render_child" in argv else "launcher"
+    children = {"sapwood.srt.tokenizer.render_child": "templates", "sapwood.srt.grammar.child": "engine"}
+    return next((role for module, role in children.items() if module in argv), "launcher")
 
 
 def spent(pid: int) -> tuple[float, int]:

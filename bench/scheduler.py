@@ -28,7 +28,10 @@ from sapwood import __version__
 from tests.simulation import trace
 from tests.simulation.runs import Outcome, Run, SimulationFailed, shrink
 
-COLUMNS = ("seeds", "requests", "refused", "events", "steps", "tokens", "retracted", "seconds")
+COLUMNS = (
+    "seeds", "requests", "refused", "events", "steps", "tokens", "retracted", "drafted", "accepted",
+    "seconds",
+)  # fmt: skip
 MAX_FAILURES = 20
 """After so many nothing more is to be learnt."""
 
@@ -95,9 +98,8 @@ class _Totals:
     """Sums over runs."""
 
     def __init__(self) -> None:
-        self.seeds = self.requests = self.refused = self.events = self.steps = self.tokens = (
-            self.retracted
-        ) = 0
+        self.seeds = self.requests = self.refused = self.events = self.steps = self.tokens = 0
+        self.retracted = self.drafted = self.accepted = 0
         self.seconds = self.worst = 0.0
 
     def add(self, outcome: Outcome) -> None:

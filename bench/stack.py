@@ -80,7 +80,9 @@ def running(source: ModelSource, folder: Path, profile: bool, **flags: Any) -> I
     if profile:
         env[PROFILES] = str(folder)
     port = free_port()
-    values = json.dumps({"model_path": source.path, "port": port, "log_level": "warning", **flags})
+    # The echo worker says the same words again and again, and verifies no draft.
+    fixed = {"speculative_algorithm": "none", "log_level": "warning"}
+    values = json.dumps({"model_path": source.path, "port": port, **fixed, **flags})
     argv = [sys.executable, "-P", "-m", "bench.echo_worker", values]
     with (folder / "serve.log").open("wb") as log:
         launcher = subprocess.Popen(argv, env=env, stdout=log, stderr=log)

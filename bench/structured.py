@@ -8,7 +8,7 @@
 
 All take `--json FILE` and a MODEL. `generate`: documents at temperatures 1 and 2 under real schemas, each
 checked with jsonschema. `cost`: mask fills, and tokens per second with and without drafts against the same
-prompts unconstrained. `attack`: inter-token latency of eight streams beside clients that post the worst schemas.
+prompts unconstrained. `attack`: inter-token latency of eight streams beside clients that post bad schemas.
 `tools`: calls with tool_choice "required", through the openai client. `repeats`: documents asked for again.
 """
 

@@ -62,7 +62,7 @@ class Virtual:
     """`run` serves requests; options are those of the configuration."""
 
     def __init__(self, num_slots: int, context: int, cost: Cost, **options: Any) -> None:
-        config = make(**{"random_seed": 1, **options})
+        config = make(**{"random_seed": 1, "speculative_algorithm": "none", **options})
         source = ModelSource(
             name="m", format="dummy", path="", files=[], architecture="LlamaForCausalLM", config={},
             vocab_size=2**31 - 1, context_length=context, eos_ids=[1], tokenizer_file=None,

@@ -16,11 +16,21 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Engine": "sapwood.srt.engine",
     "LLM": "sapwood.srt.llm",
+    "GuidedDecodingParams": "sapwood.srt.llm_params",
     "Runtime": "sapwood.srt.runtime",
     "SamplingParams": "sapwood.srt.llm_params",
+    "StructuredOutputsParams": "sapwood.srt.llm_params",
 }
 
-__all__ = ["LLM", "Engine", "Runtime", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Engine",
+    "GuidedDecodingParams",
+    "Runtime",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

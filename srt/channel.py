@@ -55,6 +55,15 @@ class Inbox:
         self._socket = _bound(directory, role, index)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._watched: int | None = None
+
+    def watch(self, descriptor: int | None) -> None:
+        """Have `receive` return, with nothing, when this file descriptor too can be read (None: no more)."""
+        if self._watched is not None:
+            self._poller.unregister(self._watched)
+        if descriptor is not None:
+            self._poller.register(descriptor, zmq.POLLIN)
+        self._watched = descriptor
 
     def receive(self, timeout: float | None) -> list[Any]:
         """The messages that are here, waiting up to `timeout` seconds (None: for ever) for the first; what

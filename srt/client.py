@@ -35,13 +35,14 @@ from sapwood.srt.messages import (
     Chunk,
     Ended,
     Generate,
+    GrammarStats,
     IdsPrompt,
     Read,
     Started,
     Stats,
     TextPrompt,
 )
-from sapwood.srt.params import SamplingParams, Scheduling
+from sapwood.srt.params import Constraint, Parsing, SamplingParams, Scheduling, checked_constraints
 
 logger = logging.getLogger("sapwood.client")
 
@@ -163,11 +164,13 @@ async def merge(streams: Sequence[Stream]) -> AsyncIterator[list[tuple[int, Even
 class Client:
     """Sends requests to the tokenizers and hands each one's answer to its own Stream.
 
-    `latest_stats` are the scheduler's last gauges and counters; `failure` is set once `fail_all` was called.
+    `latest_stats` are the scheduler's last gauges and counters, `grammar_stats` the grammar process's;
+    `failure` is set once `fail_all` was called.
     """
 
     def __init__(self, config: Config, directory: str, observer: Observer | None = None) -> None:
         self.latest_stats: Stats | None = None
+        self.grammar_stats = GrammarStats()
         self.failure: ErrorInfo | None = None
         self._config = config
         self._directory = directory
@@ -212,15 +215,20 @@ class Client:
         timeout: float | None = None,
         scheduling: Scheduling | None = None,
         streamed: bool = True,
+        constraint: Constraint | None = None,
+        parsing: Parsing | None = None,
     ) -> Stream:
         """Start one request. `params` and `scheduling` have been checked; `rid` is the client's own
         name for it.
 
         A request that has not ended within `timeout` or `--request-timeout` seconds, whichever is less, is
-        aborted, and its stream ends with DeadlineExceeded (408 by its own time). Raises Conflict if a live
-        request has that name, Overloaded if the tokenizer's queue is full, and Unavailable after `fail_all`.
+        aborted, and its stream ends with DeadlineExceeded (408 by its own time). Raises BadRequest if the
+        constraint is too long, Conflict if a live request has that name, Overloaded if the tokenizer's queue
+        is full, and Unavailable after `fail_all`.
         """
-        return self.submit_all([(prompt, params)], namespace, rid, timeout, 0.0, scheduling, streamed)[0]
+        return self.submit_all(
+            [(prompt, params)], namespace, rid, timeout, 0.0, scheduling, streamed, constraint, parsing
+        )[0]
 
     def submit_all(
         self,
@@ -231,27 +239,30 @@ class Client:
         waited: float = 0.0,
         scheduling: Scheduling | None = None,
         streamed: bool = True,
+        constraint: Constraint | Sequence[Constraint | None] | None = None,
+        parsing: Parsing | None = None,
     ) -> list[Stream]:
-        """Start several requests, or none of them. One `rid` names them all; a list names each.
+        """Start several requests, or none of them. One `rid` names them all, one `constraint` is for all of
+        them; a list has one for each.
 
         `waited` seconds of their time are over. If not `streamed`, Chunks may be few and large.
         """
         names: list[str | None]
         names = [rid] * len(items) if rid is None or isinstance(rid, str) else list(rid)
         assert len(names) == len(items), "one name for each request"
+        constraints = checked_constraints(constraint, len(items))
         if self.failure is not None:
             raise Unavailable(self.failure.message, code=self.failure.code)
         for name in names:
             if name is not None and name in self._names:
                 raise Conflict(f"a request with rid {name!r} is still running", param="rid")
         streams: list[Stream] = []
-        for name, (prompt, params) in zip(names, items, strict=True):
+        for name, (prompt, params), its in zip(names, items, constraints, strict=True):
             stream = self._open(name, namespace)
             stream.arrived -= waited
             streams.append(stream)
-            message = Generate(
-                stream.rid, prompt, params, namespace, stream.arrived, scheduling or Scheduling(), streamed
-            )
+            place = (namespace, stream.arrived, scheduling or Scheduling())
+            message = Generate(stream.rid, prompt, params, *place, streamed, its, parsing)
             if not self._outboxes[stream.tokenizer].send(message):
                 self._end(stream, Overloaded("the tokenizer's queue is full").info())
                 for other in streams:
@@ -405,6 +416,8 @@ class Client:
                     self._deliver(stream, message, now)
             elif isinstance(message, Stats):
                 self.latest_stats = message
+            elif isinstance(message, GrammarStats):
+                self.grammar_stats = message
             elif isinstance(message, Answer):
                 self._answer(message)
 

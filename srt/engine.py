@@ -63,11 +63,12 @@ class Fields(Placing, total=False):
 
 
 class ChatFields(Fields, total=False):
-    """Those of a chat, and what concerns its template."""
+    """Those of a chat, and what concerns its template. The model's calls of `tools` are text."""
 
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: dict[str, Any]
+    tools: list[dict[str, Any]]
 
 
 class Engine:

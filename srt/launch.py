@@ -39,6 +39,8 @@ RESTART_SECONDS = 60.0
 FAREWELL_SECONDS = 3.0
 DRAIN_GRACE_SECONDS = 5.0
 MAX_SOCKET_PATH = 107
+ORDER = ("worker", "grammar", "scheduler", "tokenizer", "server")
+"""Slowest to load first."""
 ENGINE_ROLES = {name: module for name, module in ROLES.items() if name != "server"}
 
 logger = logging.getLogger("sapwood.launch")
@@ -119,8 +121,8 @@ class Launcher:
         """
         if not self.directory:
             self.prepare()
-        # All at once, slowest first, so that their imports overlap.
-        for role in sorted(self._roles, key=["worker", "scheduler", "tokenizer", "server"].index):
+        # All at once, so that their imports overlap.
+        for role in sorted(self._roles, key=ORDER.index):
             for index in range(self._config.tokenizer_workers if role == "tokenizer" else 1):
                 self._spawn(role, index)
         if self._listener is not None:

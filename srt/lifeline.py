@@ -32,6 +32,7 @@ from sapwood.srt.orders import Beat, Boot, Fatal, Ready
 ROLES = {
     "server": "sapwood.srt.server.process",
     "tokenizer": "sapwood.srt.tokenizer.process",
+    "grammar": "sapwood.srt.grammar.process",
     "scheduler": "sapwood.srt.scheduler.loop",
     "worker": "sapwood.srt.worker.loop",
 }

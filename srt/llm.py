@@ -19,6 +19,7 @@ from sapwood.srt.llm_outputs import (
 )
 from sapwood.srt.llm_params import SamplingParams
 from sapwood.srt.offline_work import Work
+from sapwood.srt.server.demands import Demands
 from sapwood.srt.server.outcome import vector
 from sapwood.srt.server.tenants import Place
 
@@ -89,7 +90,7 @@ class LLM:
         read = [self._read(one) for one in given]
         order = _priorities(priority, len(given))
         items = [
-            Work(one.prompt, self._checked(p), self._place(one, number))
+            Work(one.prompt, self._checked(p), self._place(one, number), Demands(self._constraint(p)))
             for one, p, number in zip(read, each, order, strict=True)
         ]
         outcomes = self._runtime.outcomes(items, use_tqdm)
@@ -107,10 +108,12 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Answer a chat of OpenAI messages, or several, rendered by the model's template; else as `generate`.
 
         `add_generation_prompt` is true unless the last message is to be continued (`continue_final_message`).
+        The model is told of `tools`; its calls of them are text.
         """
         given: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         if not given:
@@ -119,12 +122,16 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
+            "tools": tools,
         }
         each = self._params(sampling_params, len(given))
-        chats = [offline_requests.chat_of({**fields, "messages": one}) for one in given]
-        for chat in chats:
+        items = []
+        for one, p in zip(given, each, strict=True):
+            chat, demands = offline_requests.chat_of(
+                self._runtime.service, {**fields, "messages": one}, self._constraint(p)
+            )
             offline_requests.check_encodable(chat)
-        items = [Work(chat, self._checked(p)) for chat, p in zip(chats, each, strict=True)]
+            items.append(Work(chat, self._checked(p), demands=demands))
         outcomes = self._runtime.outcomes(items, use_tqdm)
         return [
             request_output(next(self._numbers), self._decode(outcome.prompt_ids(0)), p, outcome)
@@ -208,6 +215,9 @@ class LLM:
 
     def _checked(self, given: SamplingParams) -> params.SamplingParams:
         return given.checked(self._runtime.service.source.vocab_size)
+
+    def _constraint(self, given: SamplingParams) -> params.Constraint | None:
+        return offline_requests.constraint(self._runtime.service, given)
 
     def _read(self, given: Prompt | list[int]) -> _Read:
         """A prompt as vLLM's users write it. Raises BadRequest."""

@@ -31,7 +31,8 @@ class CompletionOutput:
     """One choice. `token_ids` hold an EOS and the tokens of a stop string too; `text` does not.
 
     `finish_reason` is "stop", "length" or "abort"; `stop_reason` the stop string or stop id, None for EOS.
-    `cumulative_logprob` and `logprobs` are there if logprobs were asked for.
+    `cumulative_logprob` and `logprobs` are there if logprobs were asked for, `reasoning_content` in a chat
+    under a constraint, which begins after it.
     """
 
     index: int
@@ -41,6 +42,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     logprobs: Logprobs | None = None
+    reasoning_content: str | None = None
 
     def finished(self) -> bool:
         return True
@@ -122,6 +124,7 @@ def _completion(index: int, params: SamplingParams, outcome: Outcome) -> Complet
         reason,
         sum(item.logprob for item in choice.logprobs) if asked else None,
         [_told(item, params.logprobs or 0) for item in choice.logprobs] if asked else None,
+        "".join(choice.reasoning) or None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,8 +17,6 @@ _ONLY_DEFAULT: dict[str, str] = {
     "bad_words": "logit_bias with -100 for a token does nearly the same",
     "allowed_token_ids": "logit_bias with 100 for each of them does nearly the same",
     "logits_processors": "they would have to run in another process; logit_bias and the penalties are there",
-    "structured_outputs": "constrained output is not there yet",
-    "guided_decoding": "constrained output is not there yet",
     "truncate_prompt_tokens": "cut prompt_token_ids instead",
     "spaces_between_special_tokens": "tokens are joined as the model's tokenizer says",
 }
@@ -28,7 +27,33 @@ _LLM_ONLY: dict[str, str] = {
     "detokenize": "output_ids",
 }
 _NATIVE_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-_NOT_OF_THE_SAMPLER = {"best_of", *_ONLY_DEFAULT, *_LLM_ONLY}
+_CONSTRAINTS = ("structured_outputs", "guided_decoding")
+_NOT_OF_THE_SAMPLER = {"best_of", *_CONSTRAINTS, *_ONLY_DEFAULT, *_LLM_ONLY}
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True):
+    """What an output must be: exactly one of the first six. Names and meanings are vLLM's.
+
+    `json` is a JSON schema (a dict or its text) or a class that has `model_json_schema`, `grammar` an EBNF
+    grammar, `structural_tag` a dict or its text. The others say what is so anyway.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class GuidedDecodingParams(StructuredOutputsParams, kw_only=True):
+    """The older name."""
+
+    backend: str | None = None
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
@@ -65,7 +90,9 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     logits_processors: Any = None
     structured_outputs: Any = None
+    """StructuredOutputsParams, or a dict of them."""
     guided_decoding: Any = None
+    """The older name of `structured_outputs`."""
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool = True
 
@@ -114,7 +141,24 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         values = {_NATIVE_NAMES.get(name, name): value for name, value in self._given().items()}
         if self.max_tokens is None:
             values["max_new_tokens"] = _NO_LIMIT
-        return values
+        return {**values, **self.constraint}
+
+    @property
+    def constraint(self) -> dict[str, Any]:
+        """The fields of `/generate` that constrain the output. Raises BadRequest."""
+        given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        if not given:
+            return {}
+        if len(given) > 1:
+            raise BadRequest(f"{given[0]} and {given[1]} are two names of the same", param=given[1])
+        value = getattr(self, given[0])
+        fields = dict(value) if isinstance(value, Mapping) else msgspec.structs.asdict(value)
+        fields.pop("backend", None)
+        schema: Any = fields.get("json")
+        if hasattr(schema, "model_json_schema"):
+            fields["json"] = schema.model_json_schema()
+        kept = {name: its for name, its in fields.items() if its is not None and its is not False}
+        return {"structured_outputs": kept}
 
     def _given(self) -> dict[str, Any]:
         """What the sampler and the end of an answer need, without Nones."""

@@ -277,6 +277,16 @@ class Compiled(Message):
     error: ErrorInfo | None = None
 
 
+class GrammarStats(Message):
+    """The grammar process's counters, sent to the server when they change, at most every 0.2 s: constraints
+    compiled, refused, and known from before; seconds of computing."""
+
+    compiled: int = 0
+    refused: int = 0
+    known: int = 0
+    seconds: float = 0.0
+
+
 # ---- tokenizer → scheduler
 
 
@@ -360,7 +370,7 @@ AnyMessage = (
     Generate | Abort | Ask | Started | Read | Chunk | Ended | Answer | Stats
     | Submit | StopAt | Cancel | Admitted | PromptRead | Tokens | Done | Refused
     | Step | StepResult | WorkerReady | LoadGrammar | DropGrammars | GrammarLoaded
-    | Compile | Forget | Compiled
+    | Compile | Forget | Compiled | GrammarStats
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

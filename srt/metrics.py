@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from sapwood.srt import namespaces
-from sapwood.srt.messages import Chunk, Ended, Started, Stats
+from sapwood.srt.messages import Chunk, Ended, GrammarStats, Started, Stats
 
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LONG = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
@@ -34,19 +34,31 @@ _COUNTERS = (
     ("sapwood_output_tokens", "Tokens generated", "output_tokens"),
     ("sapwood_surplus_tokens", "Tokens generated after the end of a request and dropped", "surplus_tokens"),
     ("sapwood_evicted_tokens", "Tokens evicted from the cache", "evicted_tokens"),
+    ("sapwood_drafted_tokens", "Tokens proposed as drafts", "drafted_tokens"),
+    ("sapwood_accepted_tokens", "Drafted tokens that were drawn", "accepted_tokens"),
+)
+_GRAMMAR_COUNTERS = (
+    ("sapwood_grammars_compiled", "Constraints that were compiled", "compiled"),
+    ("sapwood_grammars_refused", "Constraints that were refused when they were compiled", "refused"),
+    ("sapwood_grammars_known", "Constraints that were known from an earlier request", "known"),
+    ("sapwood_grammar_seconds", "Seconds of computing that compiling took", "seconds"),
 )
 
 
 class StatsCollector(Collector):
-    """The scheduler's latest numbers, read when the page is asked for; nothing before the first came."""
+    """The latest numbers of scheduler and grammar process, read when the page is asked for; nothing before
+    the scheduler's first came."""
 
-    def __init__(self, latest: Callable[[], Stats | None]) -> None:
+    def __init__(self, latest: Callable[[], Stats | None], grammars: Callable[[], GrammarStats]) -> None:
         self._latest = latest
+        self._grammars = grammars
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        stats = self._latest()
+        stats, grammars = self._latest(), self._grammars()
         if stats is None:
             return
+        for name, text, field in _GRAMMAR_COUNTERS:
+            yield CounterMetricFamily(name, text, value=getattr(grammars, field))
         for name, text, field in _GAUGES:
             yield GaugeMetricFamily(name, text, value=getattr(stats, field))
         for name, text, field in _COUNTERS:
@@ -88,7 +100,8 @@ class Metrics:
         self.label_of: Callable[[str], str] = namespaces.label
         self.registry = CollectorRegistry()
         self._latest: Callable[[], Stats | None] = lambda: None
-        self.registry.register(StatsCollector(lambda: self._latest()))
+        self._grammars: Callable[[], GrammarStats] = GrammarStats
+        self.registry.register(StatsCollector(lambda: self._latest(), lambda: self._grammars()))
         self._first = self._histogram("time_to_first_token", "From arrival to the first token", _LONG)
         self._between = Latencies(
             "sapwood_inter_token_latency_seconds", "Between two tokens of a choice", _SHORT
@@ -131,9 +144,12 @@ class Metrics:
     def _by_namespace(self, name: str, text: str) -> Counter:
         return Counter(f"sapwood_{name}", text, ["model", "namespace"], registry=self.registry)
 
-    def follow(self, latest: Callable[[], Stats | None]) -> None:
-        """Where the scheduler's numbers come from."""
+    def follow(
+        self, latest: Callable[[], Stats | None], grammars: Callable[[], GrammarStats] = GrammarStats
+    ) -> None:
+        """Where the numbers of scheduler and grammar process come from."""
         self._latest = latest
+        self._grammars = grammars
 
     def page(self) -> bytes:
         """The text that Prometheus scrapes."""

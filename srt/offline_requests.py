@@ -13,12 +13,15 @@ from sapwood.srt.errors import BadRequest
 from sapwood.srt.llm_params import SamplingParams
 from sapwood.srt.messages import ChatPrompt, TextPrompt
 from sapwood.srt.offline_work import Call, Work
-from sapwood.srt.server import generation
-from sapwood.srt.server.chat_prompt import chat_prompt
+from sapwood.srt.params import Constraint
+from sapwood.srt.server import constraints, generation
+from sapwood.srt.server.chat_prompt import prompt_of
+from sapwood.srt.server.demands import Demands, of_offline_chat
 from sapwood.srt.server.native_protocol import GenerateRequest, NativeSampling
 from sapwood.srt.server.protocol import ChatRequest
 from sapwood.srt.server.service import Service
 from sapwood.srt.server.tenants import Place, PlaceFields
+from sapwood.srt.server.tools import wanted
 
 T = TypeVar("T")
 
@@ -35,12 +38,29 @@ def generate(service: Service, values: dict[str, Any], sampling: Sampling | list
 
 def chat(service: Service, values: dict[str, Any], chat: dict[str, Any], sampling: Sampling) -> Call:
     """A call to answer a chat; `chat` are fields of a chat request. Raises BadRequest."""
-    return _call(service, _convert(values, GenerateRequest), [chat_of(chat)], sampling)
+    body = _convert(chat, ChatRequest)
+    call = _call(service, _convert(values, GenerateRequest), [_prompt_of(service, body)], sampling)
+    demands = [of_offline_chat(service, body, each.constraint) for each in call.demands]
+    return call._replace(demands=demands)
 
 
-def chat_of(fields: dict[str, Any]) -> ChatPrompt:
-    """The prompt of a chat request's fields. Raises BadRequest."""
-    return chat_prompt(_convert(fields, ChatRequest))
+def chat_of(
+    service: Service, fields: dict[str, Any], constraint: Constraint | None = None
+) -> tuple[ChatPrompt, Demands]:
+    """The prompt of a chat request's fields, and what a constraint comes to in it. Raises BadRequest."""
+    body = _convert(fields, ChatRequest)
+    return _prompt_of(service, body), of_offline_chat(service, body, constraint)
+
+
+def _prompt_of(service: Service, body: ChatRequest) -> ChatPrompt:
+    return prompt_of(
+        service,
+        body.messages,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.chat_template_kwargs,
+        wanted(body.tools),
+    )
 
 
 def native(given: Sampling) -> dict[str, Any]:
@@ -77,7 +97,7 @@ def one_prompt(service: Service, prompt: Any, add_special_tokens: bool = True) -
     if isinstance(prompt, str):
         found = TextPrompt(prompt, add_special_tokens)
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-        found = chat_of({"messages": prompt})
+        found, _ = chat_of(service, {"messages": prompt})
     else:
         found = service.ids_prompt(_convert(prompt, list[int], "prompt"), "prompt")
     check_encodable(found)
@@ -107,6 +127,13 @@ def pooled(service: Service, pooling: str | None) -> params.SamplingParams:
     return _convert(values, params.SamplingParams).check(service.source.vocab_size)
 
 
+def constraint(service: Service, given: SamplingParams) -> Constraint | None:
+    """The constraint of the parameters. Raises BadRequest."""
+    fields = _convert({**given.constraint, "max_new_tokens": given.max_tokens}, NativeSampling)
+    whitespace = service.config.json_whitespace
+    return constraints.read(fields, whitespace=whitespace, max_tokens=given.max_tokens)
+
+
 def _call(
     service: Service, body: GenerateRequest, prompts: Sequence[Prompt], sampling: Sampling | list[Sampling]
 ) -> Call:
@@ -117,7 +144,8 @@ def _call(
     else:
         body.sampling_params = _convert(native(sampling), NativeSampling)
     checked = generation.sampling_params(body, len(prompts), service.source.vocab_size)
-    return Call(body, prompts, checked, _names(body.rid, len(prompts)))
+    demands = generation.demands(body, len(prompts), service.config.json_whitespace)
+    return Call(body, prompts, checked, _names(body.rid, len(prompts)), demands)
 
 
 def _names(rid: str | list[str] | None, count: int) -> list[str] | None:

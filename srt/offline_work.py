@@ -15,6 +15,7 @@ from sapwood.srt.errors import from_info
 from sapwood.srt.messages import Chunk, Ended, Read, Started
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.server import generation
+from sapwood.srt.server.demands import Demands
 from sapwood.srt.server.generation import NativeShape
 from sapwood.srt.server.native_protocol import Generated, GenerateRequest
 from sapwood.srt.server.outcome import Outcome
@@ -63,13 +64,14 @@ class Gate:
 class Call(NamedTuple):
     """One call of the Engine: its prompts, each with its checked parameters; `body` says how to answer.
 
-    `names` are the requests' ids: one each, or None, which draws them.
+    `names` are the requests' ids: one each, or None, which draws them; `demands` has one for each prompt.
     """
 
     body: GenerateRequest
     prompts: Sequence[Prompt]
     params: Sequence[SamplingParams]
     names: Sequence[str] | None
+    demands: Sequence[Demands]
 
     def part(self, begin: int, end: int) -> Call:
         """The prompts from `begin` to before `end`."""
@@ -82,7 +84,7 @@ class Call(NamedTuple):
             sampling_params=None,
             rid=names,
         )
-        return Call(body, self.prompts[begin:end], self.params[begin:end], names)
+        return Call(body, self.prompts[begin:end], self.params[begin:end], names, self.demands[begin:end])
 
 
 class Work(NamedTuple):
@@ -91,6 +93,7 @@ class Work(NamedTuple):
     prompt: Prompt
     params: SamplingParams
     place: Place = Place()
+    demands: Demands = Demands()
 
 
 async def side_by_side(
@@ -124,11 +127,18 @@ async def outcomes(
     """What each of `items` gives, in order. The first error cancels the rest and is raised."""
 
     async def one(number: int) -> Outcome:
-        prompt, params, place = items[number]
+        prompt, params, place, demands = items[number]
 
         def start() -> tuple[list[Stream], Outcome]:
             rid = uuid.uuid4().hex
-            streams = service.submit([(prompt, params)], place=place, rid=rid, streamed=False)
+            streams = service.submit(
+                [(prompt, params)],
+                place=place,
+                rid=rid,
+                streamed=False,
+                constraint=demands.constraint,
+                parsing=demands.parsing,
+            )
             return streams, Outcome(1, params.n)
 
         streams, outcome = await gate.start(1, start)
@@ -171,8 +181,8 @@ async def pieces(service: Service, gate: Gate, call: Call) -> AsyncGenerator[lis
 
 
 async def _start(service: Service, gate: Gate, call: Call) -> tuple[list[Stream], NativeShape]:
-    body, prompts, params, _ = call
-    return await gate.start(len(prompts), lambda: generation.start(service, body, prompts, params))
+    body, prompts, params, _, demands = call
+    return await gate.start(len(prompts), lambda: generation.start(service, body, prompts, params, demands))
 
 
 async def _events(

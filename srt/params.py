@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -14,6 +15,7 @@ MAX_STOP_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_LOGPROB_IDS = 256
+MAX_CONSTRAINT_BYTES = 64 * 2**10
 MIN_REPETITION_PENALTY = 0.01
 """Logits are divided by it: one near 0 makes infinities of them."""
 
@@ -39,7 +41,8 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     `text` is a JSON schema, a regular expression (matched as a whole), an EBNF grammar, the JSON list of
     `choices`, or the JSON of a structural tag; `field` is where the request has it, for errors. Between the
     tokens of a JSON document stand at most `whitespace` characters of white space (None: the server's). The
-    constraint begins `after` this text, if there is one.
+    constraint begins `after` this text, if there is one; with an `opening`, only in an output that begins
+    with that, and at once in any other.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "choices", "structural_tag"]
@@ -47,6 +50,33 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     field: str
     whitespace: int | None = None
     after: str = ""
+    opening: str = ""
+
+    def check(self) -> Constraint:
+        """Return self, or raise BadRequest naming the field if it is too long to be read, or is no text."""
+        for text in (self.text, self.after, self.opening):
+            try:
+                size = len(text.encode())
+            except UnicodeEncodeError:
+                raise BadRequest(f"{self.field} holds a lone surrogate", param=self.field) from None
+            if size > MAX_CONSTRAINT_BYTES:
+                raise BadRequest(
+                    f"{self.field} has {size} bytes, above the limit of {MAX_CONSTRAINT_BYTES}",
+                    param=self.field,
+                )
+        return self
+
+
+def checked_constraints(
+    given: Constraint | Sequence[Constraint | None] | None, count: int
+) -> Sequence[Constraint | None]:
+    """One for each of `count` requests: the same for all, or each its own. Raises BadRequest."""
+    if given is None:
+        return [None] * count
+    if isinstance(given, Constraint):
+        return [given.check()] * count
+    assert len(given) == count, "one constraint for each request"
+    return [None if its is None else its.check() for its in given]
 
 
 class Parsing(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ PACKAGES = {
     "uvicorn": "uvicorn",
     "tokenizers": "tokenizers",
     "jinja2": "jinja2",
+    "llguidance": "llguidance",
     "safetensors": "safetensors",
     "prometheus_client": "prometheus-client",
 }

@@ -29,9 +29,9 @@ class Change:
 
     Repetition (transformers' meaning) divides a positive and multiplies a negative logit of a token seen in
     prompt or output; frequency and presence (OpenAI's meaning) count the output only. Then biases are added,
-    then the banned tokens held back, then all that the mask does not allow (xgrammar's layout: token i is bit
-    i % 32 of word i / 32). `prompt_seen` uint8 [v] and `output_counts` int32 [v] come together; a draw counts
-    its token in the latter, of several from one row only the first.
+    then the banned tokens held back, then all that the mask does not allow (token i is bit i % 32 of word
+    i / 32). `prompt_seen` uint8 [v] and `output_counts` int32 [v] come together; a draw counts its token in
+    the latter, of several from one row only the first.
     """
 
     prompt_seen: npt.NDArray[np.uint8] | None = None
@@ -64,6 +64,8 @@ class Change:
 CHANGE_FIELDS = 8
 NUM_BANNED = 6
 """Where a row of `changes` has the number of banned tokens."""
+MASK = 7
+"""Where it has the mask's address."""
 
 
 def change_reference(logits: Tensor, change: Change) -> Tensor:

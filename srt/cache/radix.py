@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sapwood.srt.cache import invariants
+from sapwood.srt.cache.continuation import continuation
 from sapwood.srt.cache.eviction import Order, Policy
 from sapwood.srt.cache.explain import Ghosts, Trace
 from sapwood.srt.cache.node import Node, Root, token_at, unpack_token
@@ -146,6 +147,10 @@ class RadixTree:
         node = self._end_of(trace)
         self._touch(node)
         return Match(trace.matched, node, node.path_slots())
+
+    def after(self, node: Node, since: bytes, most: int) -> bytes:
+        """Up to `most` ids that are cached after the path to `node`, which a row has locked, and `since`."""
+        return continuation(self._roots.present(node) if isinstance(node, Root) else node, since, most)
 
     def note_hit(self, node: Node, priority: int = 0) -> None:
         """Count a request that begins with the path to `node`. A lookup may be repeated: this is not."""

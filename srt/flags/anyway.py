@@ -63,5 +63,28 @@ ANYWAY: tuple[Entry, ...] = (
         sglang="abort_on_priority_when_disabled?",
     ),
     *group("anyway", "nothing is kept on a disk for grammars", sglang="disable_outlines_disk_cache?"),
+    *group(
+        "anyway",
+        "one engine enforces every constraint to the letter",
+        sglang="grammar_backend=llguidance|xgrammar|auto",
+        vllm="guided_decoding_backend=auto|guidance|xgrammar guided_decoding_disable_fallback?=*",
+    ),
+    *group(
+        "anyway",
+        "a constrained JSON document has its separators alone, unless --json-whitespace says otherwise",
+        sglang="constrained_json_disable_any_whitespace?",
+        vllm="guided_decoding_disable_any_whitespace?",
+    ),
+    *group(
+        "anyway",
+        "calls of tools are parsed wherever a request has tools",
+        vllm="enable_auto_tool_choice?",
+    ),
+    *group(
+        "anyway",
+        "with tool_choice none the model is told of no tools",
+        vllm="exclude_tools_when_tool_choice_none?",
+    ),
+    *group("anyway", "reasoning is told apart wherever the model has it", vllm="enable_reasoning?"),
     *group("anyway", "no progress bar is drawn while weights load", vllm="use_tqdm_on_load?=false"),
 )

@@ -189,30 +189,37 @@ REFUSED: tuple[Entry, ...] = (
     ),
     *group(
         "refused",
-        "tool calls are not parsed yet: they stay in the text",
-        both="tool_call_parser tool_server",
-        vllm="""
-        enable_auto_tool_choice? tool_parser_plugin exclude_tools_when_tool_choice_none?
-        """,
+        "tools are called by the client, not by the server",
+        both="tool_server",
     ),
     *group(
         "refused",
-        "reasoning is not told apart yet: it stays in the text",
-        both="reasoning_parser",
+        "parsers are not loaded from files",
+        vllm="tool_parser_plugin reasoning_parser_plugin",
+        instead="use --tool-call-parser and --reasoning-parser",
+    ),
+    *group(
+        "refused",
+        "a reasoning ends where the model ends it, and stays in the cache",
         sglang="strip_thinking_cache? enable_strict_thinking?",
-        vllm="reasoning_parser_plugin reasoning_config enable_reasoning?",
+        vllm="reasoning_config",
     ),
     *group(
         "refused",
-        "structured output is not there yet: a request that asks for it gets a 400",
-        sglang="""
-        grammar_backend=none constrained_json_whitespace_pattern
-        constrained_json_disable_any_whitespace?
-        """,
-        vllm="""
-        guided_decoding_backend structured_outputs_config guided_decoding_disable_fallback?
-        guided_decoding_disable_any_whitespace? guided_decoding_disable_additional_properties?
-        """,
+        "white space in JSON is bounded by a number, not by a pattern",
+        sglang="constrained_json_whitespace_pattern",
+        instead="use --json-whitespace",
+    ),
+    *group(
+        "refused",
+        "a schema itself says which other properties there may be",
+        vllm="guided_decoding_disable_additional_properties?",
+    ),
+    *group(
+        "refused",
+        "there is one engine of constraints, and nothing of it to be set",
+        vllm="structured_outputs_config",
+        instead="use --json-whitespace and --reasoning-parser",
     ),
     *group(
         "refused",

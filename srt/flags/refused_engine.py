@@ -317,11 +317,11 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
     ),
     *group(
         "refused",
-        "speculative decoding is not there yet",
+        "drafts come from a grammar, the prefix cache and the request's own text, not from a second model",
         sglang="""
-        speculative_algorithm speculative_draft_model_path/speculative_draft_model
+        speculative_draft_model_path/speculative_draft_model
         speculative_draft_model_revision speculative_draft_load_format speculative_num_steps
-        speculative_eagle_topk speculative_num_draft_tokens speculative_dflash_block_size
+        speculative_eagle_topk speculative_dflash_block_size
         speculative_dspark_block_size speculative_dspark_sps_table_path
         speculative_dspark_confidence_sts_path speculative_dspark_align_verify_tokens_to_graph_tier?
         speculative_accept_threshold_single speculative_accept_threshold_acc
@@ -339,12 +339,13 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
         speculative_ngram_max_match_window_size speculative_ngram_branch_length
         """,
         vllm="""
-        speculative_config -sc spec_method spec_model spec_tokens speculative_model
-        num_speculative_tokens speculative_model_quantization speculative_draft_tensor_parallel_size
+        speculative_config -sc spec_model speculative_model
+        speculative_model_quantization speculative_draft_tensor_parallel_size
         speculative_disable_mqa_scorer? speculative_max_model_len speculative_disable_by_batch_size
         ngram_prompt_lookup_max ngram_prompt_lookup_min spec_decoding_acceptance_method
         typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha
         disable_logprobs_during_spec_decoding?
         """,
+        instead="use --speculative-algorithm and --speculative-num-draft-tokens",
     ),
 )

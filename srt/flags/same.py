@@ -13,6 +13,31 @@ _QUANTIZATION = {name: name for name in ("none", "gguf", "w8", "w4")}
 _OTHER_QUANTIZATION = (
     "what is computed on is a GGUF's own types, or floats rounded at load: none, gguf, w8 or w4"
 )
+_TOOL_CALLS = {
+    **{name: name for name in ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")},
+    "qwen": "hermes", "qwen25": "hermes", "llama3": "llama3_json", "llama4_pythonic": "pythonic",
+    "llama4_json": "llama3_json",
+}  # fmt: skip
+_OTHER_CALLS = (
+    "calls are read in these forms: hermes (qwen, qwen25), llama3_json (llama3, llama4_json), mistral, "
+    "pythonic (llama4_pythonic), or auto and none"
+)
+_REASONING = {
+    **{name: name for name in ("auto", "none", "think")},
+    **dict.fromkeys(
+        ("deepseek-r1", "deepseek_r1", "deepseek-v3", "deepseek_v3", "qwen3", "qwen3-thinking", "glm45",
+         "kimi_k2"),
+        "think",
+    ),
+}  # fmt: skip
+_OTHER_REASONING = (
+    "reasoning is read between <think> and </think> (think, deepseek_r1, qwen3, ...), or auto and none"
+)
+_DRAFTS = {name: name for name in ("auto", "none", "ngram", "radix")}
+_OTHER_DRAFTS = (
+    "drafts come from a grammar, the prefix cache and the request's own text, not from a second model: auto, "
+    "none, ngram or radix"
+)
 _INVERSE: dict[str, bool | None] = {TRUE: False, FALSE: True}
 
 _PLAIN: tuple[tuple[str, Vocabulary], ...] = (
@@ -59,6 +84,16 @@ OUR_NAMES: tuple[Entry, ...] = (
             _NOT_STORED,
         ),
     ),
+    *same("tool_call_parser", "tool_call_parser", "both", becomes=_TOOL_CALLS, wrong={ANY: _OTHER_CALLS}),
+    *same("reasoning_parser", "reasoning_parser", "both", becomes=_REASONING, wrong={ANY: _OTHER_REASONING}),
+    *same(
+        "speculative_algorithm",
+        "speculative_algorithm",
+        "sglang",
+        becomes=_DRAFTS,
+        wrong={ANY: _OTHER_DRAFTS},
+    ),
+    *same("speculative_num_draft_tokens", "speculative_num_draft_tokens", "sglang"),
     *same(
         "schedule_policy",
         "schedule_policy",
@@ -124,5 +159,7 @@ ALIASES: tuple[Entry, ...] = (
     *same("log_requests", "disable_log_requests", "vllm", switch=True, becomes=_INVERSE),
     *same("log_stats", "disable_log_stats", "vllm", switch=True, becomes=_INVERSE),
     *same("log_format", "log_requests_format", "sglang", note="for every line of the log"),
+    *same("speculative_algorithm", "spec_method", "vllm", becomes=_DRAFTS, wrong={ANY: _OTHER_DRAFTS}),
+    *same("speculative_num_draft_tokens", "num_speculative_tokens spec_tokens", "vllm"),
     *same("drain_timeout", "shutdown_timeout", "vllm"),
 )  # fmt: skip

@@ -1,32 +1,57 @@
-"""From a Constraint to the engine's grammar."""
+"""From a Constraint to the engine's grammar: one text, which any process can compile, and its key."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-
-import llguidance
 
 from sapwood.srt.errors import BadRequest
+from sapwood.srt.grammar import ebnf, limits, structural
 from sapwood.srt.grammar.engine import Engine
+from sapwood.srt.grammar.parts import Parts
 from sapwood.srt.messages import Grammar
 from sapwood.srt.params import Constraint
 
 
 def compile_constraint(constraint: Constraint, engine: Engine) -> Grammar:
     """The grammar of a constraint, tried out. Raises BadRequest naming the field and what is wrong."""
-    matchers = llguidance.LLMatcher
+    field = constraint.field
+    try:
+        size = len(constraint.text.encode())
+    except UnicodeEncodeError:
+        raise BadRequest(f"{field} is not valid Unicode: it has half a surrogate pair", param=field) from None
+    if size > limits.MAX_TEXT:
+        raise BadRequest(f"{field} has {size} bytes, more than {limits.MAX_TEXT}", param=field)
+    parts = Parts(engine, constraint.whitespace or 0, field, constraint.opening if constraint.after else "")
+    try:
+        text = _text(constraint, parts)
+        matcher = engine.compile(text)
+        goes_on = engine.goes_on(matcher)
+    except RecursionError:
+        raise BadRequest(f"{field} is nested too deeply", param=field) from None
+    except BadRequest as error:
+        message = error.message if error.param else f"{field}: {error.message}"
+        raise BadRequest(message, param=field) from None
+    except ValueError as error:
+        raise BadRequest(f"{field}: {error}", param=field) from None
+    if not goes_on:
+        what = "only the empty text" if matcher.complete else "no text at all"
+        raise BadRequest(f"{field} admits {what}", param=field)
+    return Grammar(hashlib.sha256(text.encode()).digest()[:16], text, list(parts.warnings))
+
+
+def _text(constraint: Constraint, parts: Parts) -> str:
+    if constraint.kind == "ebnf" and not constraint.after and ebnf.is_lark(constraint.text):
+        return ebnf.checked_lark(constraint.text, parts)
+    return parts.whole(_body(constraint, parts), constraint.after)
+
+
+def _body(constraint: Constraint, parts: Parts) -> str:
     if constraint.kind == "json_schema":
-        text = matchers.grammar_from_json_schema(
-            constraint.text,
-            overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-        )
-    elif constraint.kind == "regex":
-        text = matchers.grammar_from_regex(constraint.text)
-    elif constraint.kind == "choices":
-        names = " | ".join(json.dumps(choice) for choice in json.loads(constraint.text))
-        text = matchers.grammar_from_lark(f"start: {names}")
-    else:
-        raise BadRequest(f"{constraint.field} is not supported yet", param=constraint.field)
-    engine.compile(text)
-    return Grammar(hashlib.sha256(text.encode()).digest()[:16], text)
+        return parts.schema(constraint.text)
+    if constraint.kind == "regex":
+        return parts.pattern(constraint.text)
+    if constraint.kind == "choices":
+        return parts.choices(constraint.text)
+    if constraint.kind == "ebnf":
+        return ebnf.written(constraint.text, parts)
+    return structural.written(constraint.text, parts)

@@ -30,14 +30,15 @@ class Boolean:
 @dataclass(frozen=True, slots=True)
 class Number:
     """A number from `low` to `high` (None: no bound; `open`: the bound itself is excluded), a whole one if
-    `integer`, a multiple of each of `multiple_of`, not one of `excluded`. With `values` it is one of them,
-    and nothing else is said."""
+    `integer`, none if `fractional`, a multiple of each of `multiple_of`, not one of `excluded`. With `values`
+    it is one of them, and nothing else is said."""
 
     low: Fraction | None = None
     high: Fraction | None = None
     low_open: bool = False
     high_open: bool = False
     integer: bool = False
+    fractional: bool = False
     multiple_of: tuple[Fraction, ...] = ()
     excluded: frozenset[Fraction] = frozenset()
     values: tuple[Fraction, ...] | None = None
@@ -61,13 +62,15 @@ class String:
 @dataclass(frozen=True, slots=True)
 class Array:
     """`low` to `high` items: the first ones as in `prefix`, the others as `rest` (an empty Form: there are no
-    others). `unique`: no two are equal, and `prefix` is empty and `rest` a finite list of scalars."""
+    others). `unique`: no two are equal, and `prefix` is empty and `rest` a finite list of scalars. `needs`:
+    for each (i, form) an item at i or later is so; there are none in a Document."""
 
     prefix: tuple[Form, ...] = ()
     rest: Form = ()
     low: int = 0
     high: int | None = None
     unique: bool = False
+    needs: tuple[tuple[int, Form], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +94,14 @@ class Others:
 class Object:
     """Declared properties in their order, then others: each of these is of one of the kinds in `others`,
     whose names never overlap. `low` and `high` bound how many there are in all; `low` is at most the number
-    of required ones, or one more."""
+    of required ones, or one more. `needs`: at least one property is of each of these kinds; there are none
+    in a Document."""
 
     properties: tuple[Property, ...] = ()
     others: tuple[Others, ...] = ()
     low: int = 0
     high: int | None = None
+    needs: tuple[Others, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ def admit(state: State, budget: int) -> list[Admission]:
     for ever by smaller ones. The queue names none whose prefix is being computed by a running sibling.
     """
     admitted: list[Admission] = []
+    state.short = False
     if not state.waiting or not state.rows.num_free:
         return admitted
     promised = _promised(state)
@@ -38,6 +39,7 @@ def admit(state: State, budget: int) -> list[Admission]:
             break
         admission = _seat(state, sequence, promised)
         if admission is None:
+            state.short = True
             break
         admitted.append(admission)
         promised += admission.needs
@@ -45,9 +47,10 @@ def admit(state: State, budget: int) -> list[Admission]:
     return admitted
 
 
-def fits(state: State, sequence: Sequence) -> bool:
-    """Whether there are a row and slots for the sequence, as far as is known without looking it up."""
-    return rows_missing(state, sequence) <= 0 and missing(state, sequence) <= 0
+def fits(state: State, sequence: Sequence, drafts: int = 0) -> bool:
+    """Whether there are a row and slots for the sequence, as far as is known without looking it up, or will
+    be when so many slots of drafts in flight are free."""
+    return rows_missing(state, sequence) <= 0 and missing(state, sequence) <= drafts
 
 
 def missing(state: State, sequence: Sequence) -> int:

@@ -88,7 +88,7 @@ def _sent(sent: Sent) -> dict[str, Any]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    packed = ("released", "rows", "starts", "counts", "slots", "samples")
+    packed = ("released", "rows", "starts", "counts", "slots", "samples", "drafts")
     columns = {name: messages.unpack(getattr(step, name)).tolist() for name in packed}
     admitted = [{"row": start.row, "prefix": len(start.prefix) // 4} for start in step.admitted]
     return {"number": step.number, "admitted": admitted, **columns}

@@ -94,7 +94,9 @@ def finish(
     del state.sequences[sequence.key]
     if reason in ("stop", "length"):
         state.outputs.ended(n, request.max_tokens)
-    state.tell(request.tokenizer, Done(request.key, sequence.choice, n, reason, matched, error))
+        state.drafts.keep(request, sequence.ids[: len(request.prompt) + n])
+    drafts = sequence.drafted, sequence.accepted
+    state.tell(request.tokenizer, Done(request.key, sequence.choice, n, reason, matched, error, *drafts))
     unborn = range(1, request.params.n) if not request.forked else ()
     for choice in unborn:
         state.tell(request.tokenizer, Done(request.key, choice, 0, reason, None, error))
@@ -106,6 +108,7 @@ def _leave(state: State, request: Request, choices: int) -> None:
     if request.live:
         return
     del state.requests[request.key]
+    state.grammars.leave(request)
     if state.config.disable_radix_cache:
         state.tree.flush(request.namespace)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sapwood.srt import messages
 from sapwood.srt.errors import ContextTooLong, Overloaded, OwnQueueTimeout, QueueTimeout, SapwoodError
-from sapwood.srt.messages import Cancel, Done, Refused, StopAt, Submit
+from sapwood.srt.messages import Cancel, Done, GrammarLoaded, Refused, StopAt, Submit
 from sapwood.srt.namespaces import LISTED
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.scheduler.ends import finish
@@ -51,6 +51,7 @@ def submit(state: State, message: Submit) -> None:
         unsalted=scheduling.unsalted,
         reads_from=params.reads_from(len(prompt)),
         forked=params.n == 1,
+        grammar=message.grammar if max_tokens else None,
     )
     state.orders += 1
     _limit_wait(state, request, scheduling.queue_timeout)
@@ -58,11 +59,23 @@ def submit(state: State, message: Submit) -> None:
 
 
 def enqueue(state: State, request: Request) -> None:
-    """`request`, which has never run, begins to wait."""
+    """`request`, which has never run, begins to wait: for its turn once its grammar is loaded."""
     first = Sequence(request, 0, request.prompt)
+    if request.grammar is not None:
+        state.grammars.join(request)
     state.requests[request.key] = request
     state.sequences[first.key] = first
     state.wait(first)
+
+
+def grammar_loaded(state: State, message: GrammarLoaded) -> None:
+    """Those that wait for this grammar may have their turn, or end with its error."""
+    for request in state.grammars.loaded(message.key, message.error is not None):
+        first = state.sequences[request.key]
+        if message.error is None:
+            state.wait(first)
+        else:
+            finish(state, first, 0, "error", None, message.error)
 
 
 def _limit_wait(state: State, request: Request, own: float | None) -> None:

@@ -20,10 +20,22 @@ from sapwood.srt.channel import HIGH_WATER, Inbox, Outbox, frames
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import ErrorInfo, Overloaded, ProcessDied, Unavailable
 from sapwood.srt.lifeline import Lifeline
-from sapwood.srt.messages import Ask, Cancel, Stats, Step, StepResult, StopAt, Submit, WorkerReady
+from sapwood.srt.messages import (
+    Ask,
+    Cancel,
+    GrammarLoaded,
+    Stats,
+    Step,
+    StepResult,
+    StopAt,
+    Submit,
+    WorkerReady,
+)
 from sapwood.srt.orders import Boot, Restart
 from sapwood.srt.scheduler import intake, questions, results
+from sapwood.srt.scheduler.drafts import Drafts
 from sapwood.srt.scheduler.estimate import OutputEstimate
+from sapwood.srt.scheduler.grammars import Grammars
 from sapwood.srt.scheduler.plan import plan
 from sapwood.srt.scheduler.policy import Queue
 from sapwood.srt.scheduler.recovery import Guard, carry_over
@@ -71,20 +83,21 @@ def _empty(
         max_request_tokens=limit,
         seeds=seeds,
         clock=clock,
+        drafts=Drafts.of(config),
     )
 
 
 class Scheduler:
     """Drives one State: at most one step is planned while another runs (`depth` steps in flight).
 
-    The state is replaced by an empty one when the worker is, and when an invariant does not hold. `recent`
-    are the last steps sent.
+    The state is replaced by an empty one when the worker is, and when an invariant does not hold. `send`
+    takes what the worker is to get, in order: steps and grammars. `recent` are the last steps sent.
     """
 
-    def __init__(self, state: State, send_step: Callable[[Any], bool]) -> None:
+    def __init__(self, state: State, send: Callable[[Any], bool]) -> None:
         self.state = state
         self.recent: deque[Step] = deque(maxlen=RECENT_STEPS)
-        self._send_step = send_step
+        self._send = send
         self._depth = 1 if state.config.disable_overlap_schedule else 2
         self._number = 0
         self._first = 0
@@ -92,6 +105,8 @@ class Scheduler:
         self._seated: set[int] = set()
         """Rows that the worker knows."""
         self._has_worker = True
+        self._generation = 0
+        """Of workers."""
 
     def handle(self, message: Any) -> None:
         """Take in one message from a tokenizer or the worker."""
@@ -99,6 +114,9 @@ class Scheduler:
             case StepResult():
                 if message.number >= self._first:
                     results.apply(self.state, message)
+            case GrammarLoaded():
+                if self._has_worker:  # else a dead one has said it
+                    intake.grammar_loaded(self.state, message)
             case Submit():
                 intake.submit(self.state, message)
             case StopAt():
@@ -111,7 +129,12 @@ class Scheduler:
     def advance(self) -> None:
         """End what has waited too long; plan and send what can be planned now."""
         intake.expire(self.state)
-        while self._has_worker and len(self.state.in_flight) < self._depth:
+        if not self._has_worker:
+            return
+        orders, self.state.grammars.orders = self.state.grammars.orders, []
+        for order in orders:
+            self._tell_worker(order)
+        while len(self.state.in_flight) < self._depth:
             step = plan(self.state, self._number)
             if step is None:
                 return
@@ -120,8 +143,11 @@ class Scheduler:
             if step.released or step.admitted:
                 self._seated.difference_update(messages.unpack(step.released).tolist())
                 self._seated.update(start.row for start in step.admitted)
-            if not self._send_step(step):
-                raise Overloaded("the worker does not take steps")
+            self._tell_worker(step)
+
+    def _tell_worker(self, message: Any) -> None:
+        if not self._send(message):
+            raise Overloaded("the worker does not take messages")
 
     def lose_worker(self, why: str) -> None:
         """The worker has died, and another one will come: what has run ends with an error, what has not goes
@@ -129,6 +155,7 @@ class Scheduler:
         error = ProcessDied(f"{why}; another one is being started: the request may be retried")
         self._has_worker = False
         self._seated.clear()
+        self._generation += 1
         self._begin(self.state.pool.total, error.info(), waiting_too=False)
 
     def take_worker(self, num_slots: int) -> None:
@@ -148,6 +175,11 @@ class Scheduler:
             old.config, old.eos_ids, old.context_length, num_slots, old.seeds, old.clock, old.outputs
         )
         new.rows.released = sorted(self._seated)
+        if waiting_too:
+            old.grammars.forget_users()
+            new.grammars = old.grammars
+        else:
+            new.grammars = Grammars(self._generation)
         carry_over(old, new, error, waiting_too)
         self.state, self._first = new, self._number
 
@@ -206,9 +238,9 @@ class WorkerLink:
         self._directory = directory
         self._outbox = Outbox(directory, "worker")
 
-    def send(self, step: Step) -> bool:
+    def send(self, message: Any) -> bool:
         """False, and nothing sent, if the worker's queue is full."""
-        return self._outbox.send(step)
+        return self._outbox.send(message)
 
     def turn_to(self, index: int) -> None:
         """Send to worker `index` from now on."""

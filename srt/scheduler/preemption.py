@@ -50,7 +50,8 @@ def make_way(state: State) -> None:
     """Retract rows for the sequence that goes next, as long as it does not fit and the policy allows it."""
     if state.config.schedule_policy not in ("priority", "fair"):
         return
-    while (sequence := state.queue.first()) is not None and not admission.fits(state, sequence):
+    drafts = int(state.rows.proposed.sum())
+    while (sequence := state.queue.first()) is not None and not admission.fits(state, sequence, drafts):
         every = _victims(state, sequence)
         slots = sum(_alone(state, row) for row in every.tolist())
         # Nobody gives way for what would not fit even then.

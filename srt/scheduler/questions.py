@@ -49,6 +49,7 @@ def ask(state: State, message: Ask) -> None:
         match message.what:
             case "flush":
                 data = {"flushed_tokens": state.tree.flush()}
+                state.drafts.recent.clear()
             case "explain":
                 data = _explain(state, message)
             case "tree":

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from sapwood.srt.messages import Grammar
 from sapwood.srt.params import SamplingParams
 
 if TYPE_CHECKING:
+    from sapwood.srt.scheduler.acceptance import Drafting
     from sapwood.srt.scheduler.lines import Line
     from sapwood.srt.scheduler.spots import Spot
 
@@ -25,7 +27,9 @@ class Request:
     after its end. `unsalted` is the namespace that it would have without its cache_salt, if it may be told
     of that.
 
-    Choices 1 to n - 1 come to life when the prompt's last logits have been sampled (`forked`). `reads_from`
+    Choices 1 to n - 1 come to life when the prompt's last logits have been sampled (`forked`). With a
+    `grammar`, which is `loading` until the worker has it, each draws its first token in a row of its own: its
+    state is told by row. `reads_from`
     is the first prompt position whose hidden state is still to be read for more than that (-1: none is). It
     moves on as values are told: those told before a retraction are not computed again, let alone told.
     """
@@ -49,6 +53,13 @@ class Request:
     reads_from: int = -1
     admitted: bool = False
     forked: bool = False
+    grammar: Grammar | None = None
+    loading: bool = False
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether EOS does not end it: a grammar allows EOS at its end only."""
+        return self.params.ignore_eos and self.grammar is None
 
     def rows_held(self, capacity: int) -> int:
         """How many of `capacity` rows its choices take up once they fork."""
@@ -66,6 +77,9 @@ class Sequence:
     `spot` and `line` are its places among those that wait (spots.py, lines.py): both None if it does not.
     `raw` are its ids as long as it has a spot. It is `work`; `ahead` was waiting in its line when it came.
     Running, with `computes`, it has a spot as long as it puts into the tree what others may wait for.
+
+    Of its tokens `drafted` had been proposed, and `accepted` of these were drawn; `drafting` is how well that
+    went. `forced` are the tokens that its grammar leaves no choice of, after the last one known.
     """
 
     request: Request
@@ -74,6 +88,10 @@ class Sequence:
     row: int = -1
     resumed: bool = False
     pending: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafting: Drafting | None = None
+    forced: bytes = b""
     spot: Spot | None = None
     line: Line | None = None
     raw: bytes = b""
@@ -91,7 +109,12 @@ class Sequence:
         """How many tokens are drawn from the logits of its last known token."""
         if not self.request.max_tokens:
             return 0
-        return 1 if self.request.forked else self.request.params.n
+        return 1 if self.request.forked or self.request.grammar is not None else self.request.params.n
+
+    @property
+    def queued(self) -> bool:
+        """Whether one without a row may get one: nothing of it is in flight, and its grammar is there."""
+        return not self.pending and not self.request.loading
 
     @property
     def matchable(self) -> int:

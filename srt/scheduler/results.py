@@ -13,8 +13,9 @@ from sapwood.srt.channel import FRAME_WEIGHT, weight
 from sapwood.srt.errors import ErrorInfo
 from sapwood.srt.messages import PromptRead, RowRead, StepResult, TokenLogprob, Tokens
 from sapwood.srt.namespaces import LISTED
+from sapwood.srt.scheduler import drafts
 from sapwood.srt.scheduler.ends import Reason, finish, keep_in_tree, unreserve
-from sapwood.srt.scheduler.request import Sequence
+from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.state import Sent, State
 
 SMOOTHING = 0.1
@@ -43,12 +44,15 @@ def apply(state: State, result: StepResult) -> None:
     """Take in the result of the oldest step in flight, read against what was sent.
 
     What is read of prompts goes out first, tokens before any Done of the same step. A row that has ended
-    since is a surplus and is dropped; one that was retracted since takes its token in while it waits.
+    since is a surplus and is dropped; one that was retracted since takes its tokens in while it waits.
     """
     sent = state.in_flight.popleft()
     assert sent.number == result.number, (sent.number, result.number)
     tokens = messages.unpack(result.ids)
-    first = np.cumsum(sent.samples) - sent.samples
+    given = messages.unpack(result.counts) if result.counts else sent.samples
+    ends = np.cumsum(given)
+    assert not len(ends) or ends[-1] == len(tokens), (int(ends[-1]), len(tokens))
+    first = ends - given
     failed = {error.row: error.error for error in result.errors}
     _count(state, sent, result)
     here = state.rows.key[sent.rows] == sent.keys
@@ -59,18 +63,31 @@ def apply(state: State, result: StepResult) -> None:
     for read in result.reads:
         if read.row not in failed:
             _read(state, sent, read)
-    _advance(state, sent, here)
+    plain = here if sent.drafts is None else here & (sent.drafts == 0)
+    _advance(state, sent, plain)
     ended += _prompts_only(state, sent, here)
-    plain = here & (sent.samples == 1)
+    if sent.prompt_tokens:
+        _branch(state, sent, here)
+    plain = plain & (sent.samples == 1)
     ended += _append(state, sent, plain, tokens, first, emitted)
-    for i in np.flatnonzero(sent.samples > 1):
-        if int(sent.rows[i]) not in failed and int(sent.keys[i]) in state.sequences:
-            ended += _fork(state, sent, int(i), tokens, int(first[i]), emitted)
-    for i in np.flatnonzero(~here & (sent.samples <= 1)):
-        ended += _late(state, sent, int(i), tokens, int(first[i]), failed, emitted)
+    for i in np.flatnonzero(~plain).tolist():
+        ids, place = tokens[first[i] : first[i] + given[i]], int(first[i])
+        if sent.samples[i] > 1:
+            if int(sent.rows[i]) not in failed and int(sent.keys[i]) in state.sequences:
+                ended += _fork(state, sent, i, ids, place, emitted)
+        elif not here[i]:
+            ended += _late(state, sent, i, ids, place, failed, emitted)
+        elif sent.drafts is not None and sent.drafts[i]:
+            ended += _verified(state, sent, i, ids, place, emitted)
     _send(state, emitted, result.logprobs)
-    for end in ended:
+    for end in _with_grammars(state, sent, result, ended):
         finish(state, *end)
+    _fail(state, sent, failed)
+    if state.drafts.on:
+        drafts.look(state, sent.rows[plain])
+
+
+def _fail(state: State, sent: Sent, failed: dict[int, ErrorInfo]) -> None:
     for row, error in failed.items():
         place = int(np.flatnonzero(sent.rows == row)[0])
         failing = state.sequences.get(int(sent.keys[place]))
@@ -88,6 +105,7 @@ def _count(state: State, sent: Sent, result: StepResult) -> None:
     counters = state.counters
     counters.steps += 1
     counters.prompt_tokens_computed += sent.prompt_tokens
+    state.drafts.cost.saw(sent.tokens, sent.prompt_tokens, result.seconds)
     if sent.prompt_tokens:
         each = result.seconds / sent.tokens
         known = counters.seconds_per_prompt_token
@@ -176,21 +194,44 @@ def _append(
     return ended
 
 
+def _verified(
+    state: State, sent: Sent, i: int, ids: npt.NDArray[np.int32], place: int, emitted: _Emitted
+) -> list[_End]:
+    """What was kept of a row's draft, and the token after it; the other slots are free from now on."""
+    assert sent.drafts is not None
+    rows, row, proposed = state.rows, int(sent.rows[i]), int(sent.drafts[i])
+    sequence = rows.sequence[row]
+    assert sequence is not None
+    before, planned = int(rows.length[row]), int(sent.ends[i])
+    ended = _take(state, sequence, ids, place, emitted)
+    taken = int(rows.length[row]) - before
+    valid = planned - 1 - proposed + taken
+    rows.inflight[row] -= 1
+    rows.proposed[row] = 0
+    rows.done[row] = rows.planned[row] = valid
+    rows.private[row] -= planned - valid
+    state.pool.free(rows.slots[row, valid:planned])
+    state.queue.generated(rows.tenant[row : row + 1].repeat(taken))
+    state.counters.surplus_tokens += len(ids) - taken
+    drafts.verified(state, sequence, proposed, min(taken, len(ids) - 1), bool(ended))
+    return ended
+
+
 def _late(
     state: State,
     sent: Sent,
     i: int,
-    tokens: npt.NDArray[np.int32],
-    first: int,
+    ids: npt.NDArray[np.int32],
+    place: int,
     failed: dict[int, ErrorInfo],
     emitted: _Emitted,
 ) -> list[_End]:
-    """A row that is no longer what it was: a surplus, or a retracted sequence whose token arrives."""
+    """A row that is no longer what it was: a surplus, or a retracted sequence whose tokens arrive."""
     sequence = state.sequences.get(int(sent.keys[i]))
     if int(sent.rows[i]) in failed:
         return []
     if sequence is None or sequence.row >= 0:
-        state.counters.surplus_tokens += int(sent.samples[i])
+        state.counters.surplus_tokens += len(ids)
         return []
     sequence.pending = 0
     if not sent.samples[i]:
@@ -200,13 +241,38 @@ def _late(
         through = over and sent.ends[i] == len(request.prompt)
         ended = [_End(sequence, 0, "length", None)] if through else []
     else:
-        ended = _take(state, sequence, tokens, first, emitted)
+        if not sequence.request.forked:
+            _begin_choices(state, sequence.request)
+        before = len(sequence.ids)
+        ended = _take(state, sequence, ids, place, emitted)
+        if sent.drafts is not None and sent.drafts[i]:
+            kept = min(len(sequence.ids) - before, len(ids) - 1)
+            drafts.verified(state, sequence, int(sent.drafts[i]), kept, bool(ended))
     state.wait(sequence)
     return ended
 
 
+def _branch(state: State, sent: Sent, here: npt.NDArray[np.bool_]) -> None:
+    """Choices of prompts with a grammar, which draw their first tokens in rows of their own."""
+    for row in sent.rows[here & sent.extends & (sent.samples == 1)].tolist():
+        sequence = state.rows.sequence[row]
+        assert sequence is not None
+        if not sequence.request.forked:
+            unreserve(state, sequence.request)
+            _begin_choices(state, sequence.request)
+
+
+def _begin_choices(state: State, request: Request) -> None:
+    """Choices 1 to n - 1 begin to wait, with the prompt alone, first in the queue."""
+    request.forked = True
+    for choice in range(1, request.params.n):
+        sequence = Sequence(request, choice, request.prompt, resumed=True)
+        state.sequences[sequence.key] = sequence
+        state.wait(sequence)
+
+
 def _fork(
-    state: State, sent: Sent, i: int, tokens: npt.NDArray[np.int32], first: int, emitted: _Emitted
+    state: State, sent: Sent, i: int, ids: npt.NDArray[np.int32], place: int, emitted: _Emitted
 ) -> list[_End]:
     """The prompt's last logits gave one token for each choice: choices 1 to n - 1 begin to wait for a row.
 
@@ -227,33 +293,67 @@ def _fork(
         else:
             sequence = Sequence(request, choice, prompt, resumed=True)
             state.sequences[sequence.key] = sequence
-        ended += _take(state, sequence, tokens, first + choice, emitted)
-        if sequence.row < 0:
+        ended += _take(state, sequence, ids[choice : choice + 1], place + choice, emitted)
+        if sequence.row >= 0:
+            rows.sampled[sequence.row] = True
+        else:
             state.wait(sequence)
     return ended
 
 
 def _take(
-    state: State, sequence: Sequence, tokens: npt.NDArray[np.int32], place: int, emitted: _Emitted
+    state: State, sequence: Sequence, ids: npt.NDArray[np.int32], place: int, emitted: _Emitted
 ) -> list[_End]:
-    """One token more for one choice, in a row or not; returns it if it ends."""
-    rows, request, token = state.rows, sequence.request, int(tokens[place])
-    if sequence.row >= 0:
-        row = sequence.row
-        rows.ids[row, rows.length[row]] = token
-        rows.length[row] += 1
-        rows.sampled[row] = True
-    else:
-        sequence.ids = np.append(sequence.ids, np.int32(token))
-    emitted.keys.append(np.array([sequence.key], dtype=np.int64))
-    emitted.ids.append(np.array([token], dtype=np.int32))
-    emitted.tokenizers.append(np.array([request.tokenizer], dtype=np.int32))
-    emitted.places.append(np.array([place], dtype=np.intp))
+    """Tokens more for one choice, in a row or not, up to one with which it ends; returns it if it does."""
+    rows, request = state.rows, sequence.request
     n = output_count(state, sequence)
-    params = request.params
-    if (token in state.eos_ids and not params.ignore_eos) or token in params.stop_token_ids:
-        return [_End(sequence, n, "stop", token)]
-    return [_End(sequence, n, "length", None)] if n >= request.max_tokens else []
+    reason: Reason | None = None
+    matched = None
+    for taken, token in enumerate(ids.tolist(), 1):
+        if _stops(state, request, token):
+            reason, matched = "stop", token
+        elif n + taken >= request.max_tokens:
+            reason = "length"
+        if reason is not None:
+            ids = ids[:taken]
+            break
+    if sequence.row >= 0:
+        row, length = sequence.row, int(rows.length[sequence.row])
+        rows.ids[row, length : length + len(ids)] = ids
+        rows.length[row] += len(ids)
+    else:
+        sequence.ids = np.concatenate([sequence.ids, ids])
+    emitted.keys.append(np.full(len(ids), sequence.key, dtype=np.int64))
+    emitted.ids.append(ids)
+    emitted.tokenizers.append(np.full(len(ids), request.tokenizer, dtype=np.int32))
+    emitted.places.append(np.arange(place, place + len(ids)))
+    return [_End(sequence, n + len(ids), reason, matched)] if reason is not None else []
+
+
+def _stops(state: State, request: Request, token: int) -> bool:
+    ends = token in state.eos_ids and not request.ignores_eos
+    return ends or token in request.params.stop_token_ids
+
+
+def _with_grammars(state: State, sent: Sent, result: StepResult, ended: list[_End]) -> list[_End]:
+    """Those that have `ended`, and those after whose last token their grammar allows nothing. Others are told
+    what their grammars force."""
+    if not result.grammars:
+        return ended
+    ends = {end.sequence: end for end in ended}
+    places = {row: i for i, row in enumerate(sent.rows.tolist())}
+    failed = {error.row for error in result.errors}
+    for row, grammar in result.grammars.items():
+        i = places[row]
+        sequence = state.sequences.get(int(sent.keys[i]))
+        if sequence is None or row in failed or not sent.samples[i]:
+            continue
+        end = ends.get(sequence)
+        if grammar.ended and (end is None or end.reason == "length"):
+            ends[sequence] = _End(sequence, output_count(state, sequence), "stop", None)
+        elif end is None:
+            drafts.force(state, sequence, grammar.forced)
+    return list(ends.values())
 
 
 def _send(state: State, emitted: _Emitted, logprobs: dict[int, TokenLogprob]) -> None:

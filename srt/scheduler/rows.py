@@ -4,7 +4,8 @@
                            │ in answered steps │ in steps in flight │ known, not planned
 
 `length` counts the ids known here; a row whose step in flight samples has `inflight` 1 and knows its next
-position, though not the token there, which is the worker's own last sampled one.
+position, though not the token there, which is the worker's own last sampled one. A row with `proposed` drafts
+in flight has `planned` so many positions more, of which its result says how many are valid.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ class Rows:
         """Past its prompt: each further step feeds the last sampled token."""
         self.busy = column(np.bool_)
         """Part of its prompt is in flight: it joins no step before that result."""
+        self.waits = column(np.bool_)
+        """It carries drafts or may get some: it joins no step while something of it is in flight."""
+        self.probe = column(np.int32)
+        """The length at which drafts are looked for next."""
+        self.proposed = column(np.int32)
         self.ignore_eos = column(np.bool_)
         self.has_stops = column(np.bool_)
         self.length = column(np.int32)
@@ -75,8 +81,9 @@ class Rows:
         row = self._free.pop()
         request, matched, total = sequence.request, len(prefix), len(sequence.ids)
         self.active[row] = True
-        self.sampled[row] = self.busy[row] = False
-        self.ignore_eos[row] = request.params.ignore_eos
+        self.sampled[row] = self.busy[row] = self.waits[row] = False
+        self.probe[row] = self.proposed[row] = 0
+        self.ignore_eos[row] = request.ignores_eos
         self.has_stops[row] = bool(request.params.stop_token_ids)
         self.length[row] = self.prompt_end[row] = total
         self.seated[row] = self.planned[row] = self.done[row] = matched
@@ -98,16 +105,19 @@ class Rows:
         sequence = self.sequence[row]
         assert sequence is not None
         sequence.ids = self.ids[row, : self.length[row]].copy()
-        sequence.row = -1
-        self.active[row] = False
-        self.key[row] = -1
+        sequence.row, sequence.forced = -1, b""
+        self.active[row] = self.waits[row] = False
+        self.key[row], self.proposed[row] = -1, 0
         self.sequence[row] = self.node[row] = None
         self._free.append(row)
         self.released.append(row)
 
     def decoding(self) -> npt.NDArray[np.intp]:
-        """Rows whose next input is their last sampled token, and which may produce one more."""
-        return np.flatnonzero(self.active & self.sampled & (self.length + self.inflight < self.limit))
+        """Rows whose next input is their last sampled token, and which may produce one more now."""
+        ready = self.active & self.sampled & (self.length + self.inflight < self.limit)
+        if self.waits.any():
+            ready &= ~(self.waits & (self.inflight > 0))
+        return np.flatnonzero(ready)
 
     def prefilling(self) -> npt.NDArray[np.intp]:
         """Rows with tokens of their prompt still to plan, oldest first."""

@@ -14,7 +14,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,14 @@ from sapwood.srt.config import Config
 from sapwood.srt.messages import Stats
 from sapwood.srt.scheduler.deadlines import Deadlines
 from sapwood.srt.scheduler.estimate import OutputEstimate
+from sapwood.srt.scheduler.grammars import Grammars
 from sapwood.srt.scheduler.policy import Queue
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.rows import Rows
 from sapwood.srt.scheduler.shared import SharedPrefixes
+
+if TYPE_CHECKING:
+    from sapwood.srt.scheduler.drafts import Drafts
 
 
 def step_budget(config: Config, context_length: int) -> int:
@@ -40,7 +44,8 @@ def step_budget(config: Config, context_length: int) -> int:
 
 @dataclass(slots=True)
 class Sent:
-    """What is remembered of a step in flight: its result is read against this, never against present rows."""
+    """What is remembered of a step in flight: its result is read against this, never against present rows.
+    `drafts` is None if no row has one."""
 
     number: int
     rows: npt.NDArray[np.int32]
@@ -48,6 +53,7 @@ class Sent:
     ends: npt.NDArray[np.int32]
     extends: npt.NDArray[np.bool_]
     samples: npt.NDArray[np.int32]
+    drafts: npt.NDArray[np.int32] | None
     prompt_tokens: int
     tokens: int
 
@@ -63,6 +69,8 @@ class Counters:
     output_tokens: int = 0
     surplus_tokens: int = 0
     evicted_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     seconds_saved: float = 0.0
     seconds_per_prompt_token: float = 0.0
 
@@ -84,6 +92,8 @@ class State:
     max_request_tokens: int
     seeds: random.Random
     clock: Callable[[], float]
+    drafts: Drafts
+    grammars: Grammars = field(default_factory=Grammars)
     waiting: dict[int, Sequence] = field(default_factory=dict)
     sequences: dict[int, Sequence] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
@@ -98,6 +108,8 @@ class State:
     listed_tokens: int = 0
     """Room that listed prefixes take, or will again: requests are accepted for what is left."""
     orders: int = 0
+    short: bool = False
+    """Whether the last step left somebody waiting who would have had a row, but not the slots."""
     reserved_rows: int = 0
 
     @property
@@ -123,9 +135,9 @@ class State:
         return self.pool.allocate(count)
 
     def wait(self, sequence: Sequence) -> None:
-        """`sequence` has no row; it may get one unless a step that works for it is in flight."""
+        """`sequence` has no row; it may get one if it can be `queued`."""
         self.waiting[sequence.key] = sequence
-        if not sequence.pending:
+        if sequence.queued:
             self.queue.add(sequence)
 
     def tell(self, tokenizer: int, message: Any) -> None:
@@ -149,6 +161,8 @@ class State:
             surplus_tokens=c.surplus_tokens,
             evicted_tokens=c.evicted_tokens,
             seconds_saved=c.seconds_saved,
+            drafted_tokens=c.drafted_tokens,
+            accepted_tokens=c.accepted_tokens,
         )
 
     def private_slots(self) -> Iterator[npt.NDArray[np.int32]]:
@@ -168,4 +182,5 @@ class State:
         check_pool(self.pool, self.tree, private)
         counted = int(self.rows.private[self.rows.active].sum())
         assert sum(map(len, private)) == counted, (sum(map(len, private)), counted)
-        self.queue.check(s for s in self.waiting.values() if not s.pending)
+        self.queue.check(s for s in self.waiting.values() if s.queued)
+        self.grammars.check(list(self.requests.values()))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from sapwood.srt.messages import Verdict
+from sapwood.srt.messages import Finish, Verdict
 
 
 class PromptDetails(msgspec.Struct):
@@ -22,14 +22,22 @@ class CacheReport(msgspec.Struct):
     stopped: str
 
 
+class CompletionDetails(msgspec.Struct):
+    """Of the drafts of tokens, those that were drawn and those that were not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
-    """In tokens; a prompt counts once, whatever n is. `cache` is there on request, and a list if there are
-    several prompts."""
+    """In tokens; a prompt counts once, whatever n is. `completion_tokens_details` is there if tokens were
+    drafted, `cache` on request, and a list if there are several prompts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
     cache: CacheReport | list[CacheReport] | UnsetType = UNSET
 
 
@@ -72,10 +80,34 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 """For each token of a prompt: it and the most likely ones, by id; null for the first."""
 
 
+class IncompleteReport(msgspec.Struct):
+    """Where a constrained output stood when it was cut off: a JSON pointer, and `inside` what."""
+
+    pointer: str
+    inside: str
+
+
+class CalledName(msgspec.Struct):
+    """Of a called function; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(msgspec.Struct):
+    id: str
+    function: CalledName
+    type: str = "function"
+
+
 class AnswerMessage(msgspec.Struct):
-    content: str
+    """`content` is null if there is nothing but calls."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -85,6 +117,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     matched_stop: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    incomplete: IncompleteReport | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -96,11 +129,28 @@ class ChatCompletion(msgspec.Struct):
     object: str = "chat.completion"
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+class DeltaFunction(msgspec.Struct):
+    """The name comes once, and then the text of the arguments in pieces."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class DeltaCall(msgspec.Struct):
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: DeltaFunction = msgspec.field(default_factory=DeltaFunction)
 
 
 class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[DeltaCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -110,6 +160,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     matched_stop: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    incomplete: IncompleteReport | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -122,6 +173,7 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -133,6 +185,7 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    incomplete: IncompleteReport | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -144,6 +197,7 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     object: str = "text_completion"
+    warnings: list[str] | UnsetType = UNSET
 
 
 class Mould:
@@ -161,6 +215,11 @@ class Mould:
 
     def filled(self, text: str) -> msgspec.Raw:
         return msgspec.Raw(self._before + msgspec.json.encode(text) + self._after)
+
+
+def incomplete_report(finish: Finish) -> IncompleteReport | UnsetType:
+    place = finish.incomplete
+    return UNSET if place is None else IncompleteReport(place.pointer, place.inside)
 
 
 def cache_report(verdict: Verdict) -> CacheReport:

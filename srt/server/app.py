@@ -21,6 +21,7 @@ from sapwood.srt.server import (
     health,
     native,
     openapi,
+    structured,
     tokens,
 )
 from sapwood.srt.server.answers import ChatChunk, ChatCompletion, Completion
@@ -36,7 +37,7 @@ from sapwood.srt.server.service import Service
 _KINDS: list[type[msgspec.Struct]] = [
     ChatMessage, ChatRequest, ChatCompletion, ChatChunk, CompletionRequest, Completion,
     GenerateRequest, NativeSampling, Generated, AbortRequest, AbortAnswer,
-    *cache.KINDS, *embeddings.KINDS, *tokens.KINDS,
+    *cache.KINDS, *embeddings.KINDS, *tokens.KINDS, *structured.KINDS,
 ]  # fmt: skip
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -53,6 +54,7 @@ def create(service: Service, metrics: Metrics) -> FastAPI:
         embeddings.routes(service),
         tokens.routes(service),
         cache.routes(service),
+        structured.routes(service),
         control.routes(service, metrics),
         health.routes(service),
     ):

@@ -15,6 +15,7 @@ from sapwood.srt.params import (
     MIN_REPETITION_PENALTY,
 )
 from sapwood.srt.server.chat_prompt import MAX_MESSAGES
+from sapwood.srt.server.constraints import KINDS, MAX_WHITESPACE
 from sapwood.srt.server.sampling import MAX_NAME_CHARS, MAX_TIMEOUT
 from sapwood.srt.server.service import ANY_MODEL, Service
 from sapwood.srt.server.tenants import (
@@ -24,6 +25,7 @@ from sapwood.srt.server.tenants import (
     MAX_SALT_CHARS,
     MIN_PRIORITY,
 )
+from sapwood.srt.server.tools import MAX_TOOLS
 
 Schema = dict[str, Any]
 
@@ -33,6 +35,19 @@ _LOGPROBS = {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}
 _TOKENS = {"minimum": 0, "maximum": _INT32}
 _AT_LEAST_ONE = {"minimum": 1, "maximum": _INT32}
 _STOP = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
+
+_TYPES = ("text", "json_object")
+_RESPONSE_FORMAT: Schema = {
+    "anyOf": [
+        {"type": "null"},
+        *({"required": ["type"], "properties": {"type": {"const": kind}}, "additionalProperties": False}
+          for kind in _TYPES),
+        {"required": ["type", "json_schema"],
+         "properties": {"type": {"const": "json_schema"}, "json_schema": {"required": ["schema"]}},
+         "additionalProperties": False},
+        {"required": ["type"], "properties": {"type": {"const": "structural_tag"}}},
+    ]
+}  # fmt: skip
 
 _FIELDS: dict[str, Schema] = {
     "n": _CHOICES,
@@ -68,8 +83,11 @@ _FIELDS: dict[str, Schema] = {
     "rid": {"pattern": f"^[!-~]{{1,{MAX_NAME_CHARS}}}$"},
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT_CHARS},
     "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
-    "tool_calls": {"maxItems": 0},
-    "response_format": {"enum": [None, {"type": "text"}]},
+    "tools": {"maxItems": MAX_TOOLS},
+    "json_whitespace": {"minimum": 0, "maximum": MAX_WHITESPACE},
+    "choices": {"minItems": 1},
+    "guided_choice": {"minItems": 1},
+    "response_format": _RESPONSE_FORMAT,
 }
 """Of the fields of that name in every request; null is allowed all the same."""
 
@@ -106,13 +124,23 @@ _ONE_END = {
     "not": _with("continue_final_message", continue_final_message=_TRUE, add_generation_prompt=_TRUE)
     | {"required": ["continue_final_message", "add_generation_prompt"]}
 }
+
+
+def _at_most_one(names: Sequence[str]) -> Schema:
+    """A request has at most one of these."""
+    free = [_fields(**{name: _NULL for name in names if name != one}) for one in names]
+    return {"anyOf": free}
+
+
+_ONE_CONSTRAINT = _at_most_one([*KINDS, "structured_outputs"])
 _STREAMED = [_needs("stream_options", "stream")]
 
 _TOGETHER: dict[str, list[Schema]] = {
     "AbortRequest": [{"oneOf": [_with("rid"), _with("abort_all", abort_all=_TRUE)]}],
     "ChatMessage": [{"anyOf": [_with("content"), _fields(role={"const": "assistant"})]}],
-    "ChatRequest": [_ONE_END, _needs("top_logprobs", "logprobs"), *_STREAMED],
-    "CompletionRequest": _STREAMED,
+    "ChatRequest": [_ONE_END, _needs("top_logprobs", "logprobs"), _ONE_CONSTRAINT, *_STREAMED],
+    "CompletionRequest": [_ONE_CONSTRAINT, *_STREAMED],
+    "NativeSampling": [_ONE_CONSTRAINT],
     "GenerateRequest": [{"oneOf": [_with("text", input_ids=_NULL), _with("input_ids", text=_NULL)]}],
     "TokenizeRequest": [_prompt_or_chat({"enum": [None, False]}), _ONE_END],
     "ExplainRequest": [_prompt_or_chat(_NULL), _ONE_END],

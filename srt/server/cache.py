@@ -16,6 +16,7 @@ from sapwood.srt.server.openapi import json_body
 from sapwood.srt.server.protocol import ChatMessage
 from sapwood.srt.server.reply import JsonAnswer, while_here
 from sapwood.srt.server.service import Service
+from sapwood.srt.server.tools import Tool, wanted
 
 MAX_SHOWN_IDS = 65_536
 _TREE_QUERY = frozenset(("depth", "limit", "ids", "max_nodes", "namespace"))
@@ -32,6 +33,7 @@ class ExplainRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     cache_salt: str | None = None
     logprob_start_len: int | None = None
 
@@ -168,9 +170,14 @@ def _prompt(service: Service, body: ExplainRequest) -> Prompt:
         if body.add_special_tokens is not None:
             raise BadRequest("add_special_tokens needs a text prompt", param="add_special_tokens")
         return chat_prompt.prompt_of(
-            body.messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+            service,
+            body.messages,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.chat_template_kwargs,
+            wanted(body.tools),
         )
-    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
         if getattr(body, name) is not None:
             raise BadRequest(f"{name} needs messages", param=name)
     if isinstance(body.prompt, str):

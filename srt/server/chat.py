@@ -11,23 +11,29 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from sapwood.srt.errors import BadRequest
-from sapwood.srt.messages import Chunk, Started, TextLogprob, unpack
+from sapwood.srt.messages import CallDelta, Chunk, Started, TextLogprob, unpack
 from sapwood.srt.params import MAX_TOP_LOGPROBS
-from sapwood.srt.server import guard, keys, logprobs, protocol, sampling
+from sapwood.srt.server import guard, keys, logprobs, protocol, sampling, tools
 from sapwood.srt.server.answers import (
+    AnswerCall,
     AnswerMessage,
+    CalledName,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
     Delta,
+    DeltaCall,
+    DeltaFunction,
     Mould,
     Usage,
+    incomplete_report,
 )
-from sapwood.srt.server.chat_prompt import chat_prompt
+from sapwood.srt.server.chat_prompt import prompt_of
+from sapwood.srt.server.demands import of_chat
 from sapwood.srt.server.openapi import json_body
-from sapwood.srt.server.outcome import Outcome
+from sapwood.srt.server.outcome import ChoiceSoFar, Outcome
 from sapwood.srt.server.protocol import ChatRequest
 from sapwood.srt.server.reply import Batch, Reply
 from sapwood.srt.server.sampling import Reading
@@ -61,15 +67,31 @@ def answer(service: Service, body: ChatRequest, key: bytes) -> Reply:
         defaults=service.source.sampling_defaults,
         vocab_size=service.source.vocab_size,
     )
-    prompt = chat_prompt(body)
+    wanted = tools.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
+    prompt = prompt_of(
+        service,
+        body.messages,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.chat_template_kwargs,
+        wanted,
+    )
+    demands = of_chat(service, body, wanted)
     name = sampling.check_rid(body.rid) or f"chatcmpl-{uuid.uuid4().hex}"
     place, timeout = service.tenants.place(body, key), sampling.check_timeout(body.timeout)
     streamed = bool(body.stream)
     streams = service.submit(
-        [(prompt, params)], place=place, rid=name, timeout=timeout, field="messages", streamed=streamed
+        [(prompt, params)],
+        place=place,
+        rid=name,
+        timeout=timeout,
+        field="messages",
+        streamed=streamed,
+        constraint=demands.constraint,
+        parsing=demands.parsing,
     )
     shape = ChatShape(body, name, service.model, params.n)
-    return Reply(streams, shape, streamed=streamed, field="messages")
+    return Reply(streams, shape, streamed=streamed, field="messages", rename=demands.rename)
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -109,8 +131,8 @@ class ChatShape:
     def parts(self) -> Iterator[ChatChoice]:
         for i, choice in enumerate(self.outcome.choices):
             finish = choice.ended
-            message, shaped = AnswerMessage(choice.text), self._logprobs(choice.logprobs)
-            whole = ChatChoice(i, message, finish.reason, shaped, finish.matched)
+            whole = ChatChoice(i, _message(choice), finish.reason, self._logprobs(choice.logprobs))
+            whole.matched_stop, whole.incomplete = finish.matched, incomplete_report(finish)
             if self._body.return_token_ids:
                 whole.token_ids = choice.ids
             yield whole
@@ -121,6 +143,7 @@ class ChatShape:
         if self._body.prompt_logprobs is not None:
             read = self.outcome.prompt_logprobs[0]
             completion.prompt_logprobs = logprobs.prompt(read, self._body.prompt_logprobs)
+        completion.warnings = self.outcome.warnings
         if self._body.return_token_ids:
             completion.prompt_token_ids = self.outcome.prompt_ids(0)
         return completion
@@ -139,10 +162,12 @@ class ChatShape:
                     role = self._chunk(ChatChunkChoice(i, Delta(role="assistant", content="")))
                     if self._body.return_token_ids:
                         role.prompt_token_ids = self.outcome.prompt_ids(0)
+                    role.warnings = self.outcome.warnings
                     yield role
             elif isinstance(event, Chunk):
                 mould = self._moulds.get(event.choice)
-                if mould is None or event.finish is not None or event.logprobs:
+                parts = event.finish is not None or event.logprobs or event.reasoning or event.calls
+                if mould is None or parts:
                     yield from self._chunks(event)
                 elif event.text:
                     yield mould.filled(event.text)
@@ -153,15 +178,18 @@ class ChatShape:
 
     def _chunks(self, chunk: Chunk) -> Iterator[ChatChunk]:
         ids = chunk.ids if self._body.return_token_ids else b""
-        if chunk.text or chunk.logprobs or ids:
-            shaped = self._logprobs(chunk.logprobs or [])
-            choice = ChatChunkChoice(chunk.choice, Delta(content=chunk.text), shaped)
+        delta = _delta(chunk)
+        if delta == Delta() and (chunk.logprobs or ids):
+            delta.content = ""
+        if delta != Delta():
+            choice = ChatChunkChoice(chunk.choice, delta, self._logprobs(chunk.logprobs or []))
             if self._body.return_token_ids:
                 choice.token_ids = unpack(ids).tolist()
             yield self._chunk(choice)
         if chunk.finish is not None:
-            reason, matched = chunk.finish.reason, chunk.finish.matched
-            yield self._chunk(ChatChunkChoice(chunk.choice, Delta(), None, reason, matched))
+            choice = ChatChunkChoice(chunk.choice, Delta(), None, chunk.finish.reason, chunk.finish.matched)
+            choice.incomplete = incomplete_report(chunk.finish)
+            yield self._chunk(choice)
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
         usage: Usage | UnsetType | None = None if self._wants_usage else UNSET
@@ -173,3 +201,31 @@ class ChatShape:
         if self._wants_usage:
             usage = self.outcome.usage(report=bool(self._body.cache_report))
             yield ChatChunk(self._name, self._created, self._model, [], usage)
+
+
+def _message(choice: ChoiceSoFar) -> AnswerMessage:
+    text, reasoning = choice.text, "".join(choice.reasoning)
+    message = AnswerMessage(text if text or not choice.calls else None)
+    if reasoning:
+        message.reasoning_content = reasoning
+    if choice.calls:
+        message.tool_calls = [AnswerCall(c.id, CalledName(c.name, c.arguments)) for c in choice.calls]
+    return message
+
+
+def _delta(chunk: Chunk) -> Delta:
+    """What is new of the parts."""
+    delta = Delta()
+    if chunk.reasoning:
+        delta.reasoning_content = chunk.reasoning
+    if chunk.calls:
+        delta.tool_calls = [_delta_call(call) for call in chunk.calls]
+    if chunk.text:
+        delta.content = chunk.text
+    return delta
+
+
+def _delta_call(call: CallDelta) -> DeltaCall:
+    if not call.id:
+        return DeltaCall(call.index, function=DeltaFunction(arguments=call.arguments))
+    return DeltaCall(call.index, call.id, "function", DeltaFunction(call.name, call.arguments))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.messages import ChatPrompt
-from sapwood.srt.server import refused
-from sapwood.srt.server.protocol import ChatMessage, ChatRequest
+from sapwood.srt.server import formats, tool_prompt
+from sapwood.srt.server.constraints import decoded
+from sapwood.srt.server.protocol import ChatMessage, ToolCall
+from sapwood.srt.server.tool_prompt import Tooled
+from sapwood.srt.server.tools import NO_TOOLS, Wanted
+
+if TYPE_CHECKING:
+    from sapwood.srt.server.service import Service
 
 MAX_DEPTH = 32
 """Nesting of values that a request passes through as they are (to a chat template, say)."""
@@ -20,20 +26,16 @@ MAX_PARTS = 16_384
 """Of one message."""
 
 
-def chat_prompt(body: ChatRequest) -> ChatPrompt:
-    """The prompt of a chat request. Raises BadRequest naming the field."""
-    return prompt_of(
-        body.messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
-    )
-
-
 def prompt_of(
+    service: Service,
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     template_kwargs: dict[str, Any] | None = None,
+    wanted: Wanted = NO_TOOLS,
 ) -> ChatPrompt:
-    """The prompt of messages; null means absent. Raises BadRequest naming the field."""
+    """The prompt of messages, with the tools that the model is told of; null means absent. Raises BadRequest
+    naming the field."""
     if not messages:
         raise BadRequest("messages must not be empty", param="messages")
     if len(messages) > MAX_MESSAGES:
@@ -48,16 +50,32 @@ def prompt_of(
     generation_prompt = not continue_final and add_generation_prompt is not False
     kwargs = template_kwargs or {}
     check_free_form(kwargs, "chat_template_kwargs")
-    return ChatPrompt(values, generation_prompt, continue_final, kwargs)
+    tooled = _tooled(service, values, wanted)
+    return ChatPrompt(tooled.messages, generation_prompt, continue_final, kwargs, tooled.tools)
+
+
+def _tooled(service: Service, messages: list[dict[str, Any]], wanted: Wanted) -> Tooled:
+    for i, tool in enumerate(wanted.tools):
+        check_free_form(tool.function.parameters, f"tools[{i}].function.parameters")
+    if not wanted.tools and not any(m["role"] == "tool" or "tool_calls" in m for m in messages):
+        return Tooled(messages, None)
+    if formats.knows_tools(service.source):
+        mistral = "[TOOL_CALLS]" in (service.source.chat_template or "")
+        return tool_prompt.for_template(messages, wanted, "mistral" if mistral else "")
+    form = formats.tool_format(service.config, service.source) if wanted.tools else "hermes"
+    return tool_prompt.as_messages(messages, wanted, form)
 
 
 def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     """A message as the template gets it: what was sent, without nulls, and always with a content."""
     where = f"messages[{index}]"
-    if message.tool_calls:
-        raise refused.unsupported(f"{where}.tool_calls")
     if message.content is None and message.role != "assistant":
         raise BadRequest(f"{where}.content is required for role {message.role}", param=f"{where}.content")
+    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) and message.role != role:
+            raise BadRequest(
+                f"{where}.{name} is for role {role}, not for {message.role}", param=f"{where}.{name}"
+            )
     if isinstance(message.content, list):
         if len(message.content) > MAX_PARTS:
             raise BadRequest(
@@ -67,9 +85,29 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
         for i, part in enumerate(message.content):
             _check_part(f"{where}.content[{i}]", part)
     values: dict[str, Any] = msgspec.to_builtins(message)
-    values.pop("tool_calls", None)
     values.pop("annotations", None)
+    values.pop("tool_calls", None)
+    if message.tool_calls:
+        values["tool_calls"] = [
+            _call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
+        ]
     return {**values, "content": values.get("content") or ""}
+
+
+def _call(where: str, call: ToolCall) -> dict[str, Any]:
+    """A call of the history as templates take it: its arguments are an object."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        arguments = decoded(arguments or "{}", f"{where}.function.arguments")
+    if not isinstance(arguments, dict):
+        raise BadRequest(
+            f"{where}.function.arguments must be a JSON object", param=f"{where}.function.arguments"
+        )
+    check_free_form(arguments, f"{where}.function.arguments")
+    values: dict[str, Any] = {"type": "function"}
+    if call.id is not None:
+        values["id"] = call.id
+    return {**values, "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _check_part(where: str, part: dict[str, Any]) -> None:

@@ -11,8 +11,15 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from sapwood.srt.messages import Chunk, Started, TextLogprob, unpack
-from sapwood.srt.server import guard, keys, logprobs, protocol, sampling
-from sapwood.srt.server.answers import Completion, CompletionChoice, CompletionLogprobs, Mould, Usage
+from sapwood.srt.server import constraints, guard, keys, logprobs, protocol, sampling
+from sapwood.srt.server.answers import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Mould,
+    Usage,
+    incomplete_report,
+)
 from sapwood.srt.server.echo import text_offsets
 from sapwood.srt.server.logprobs import CompletionWriter
 from sapwood.srt.server.openapi import json_body
@@ -58,13 +65,27 @@ async def answer(service: Service, body: CompletionRequest, key: bytes) -> Reply
     prompts = service.prompts(body.prompt, "prompt", body.add_special_tokens)
     name = sampling.check_rid(body.rid) or f"cmpl-{uuid.uuid4().hex}"
     place, timeout = service.tenants.place(body, key), sampling.check_timeout(body.timeout)
+    constraint = constraints.read(
+        body,
+        whitespace=service.config.json_whitespace,
+        response_format=body.response_format,
+        max_tokens=params.max_tokens,
+    )
     items, echoes, began = [(prompt, params) for prompt in prompts], None, time.monotonic()
     if body.echo:
         service.check(items, "prompt")
         echoes = await service.texts_of(prompts, timeout)
     waited = time.monotonic() - began
     streamed = bool(body.stream)
-    streams = service.submit(items, place=place, rid=name, timeout=timeout, waited=waited, streamed=streamed)
+    streams = service.submit(
+        items,
+        place=place,
+        rid=name,
+        timeout=timeout,
+        waited=waited,
+        streamed=streamed,
+        constraint=constraint,
+    )
     outcome = Outcome(len(prompts), params.n, keep_logprobs=not streamed)
     shape = CompletionShape(body, name, service.model, outcome, echoes)
     return Reply(streams, shape, streamed=streamed)
@@ -106,7 +127,9 @@ class CompletionShape:
 
     def whole(self, parts: list[Any]) -> Completion:
         usage = self.outcome.usage(report=bool(self._body.cache_report))
-        return Completion(self._name, self._created, self._model, parts, usage)
+        completion = Completion(self._name, self._created, self._model, parts, usage)
+        completion.warnings = self.outcome.warnings
+        return completion
 
     def _whole_choice(self, index: int, prompt: int, choice: ChoiceSoFar) -> CompletionChoice:
         finish, writer = choice.ended, self._writer(prompt)
@@ -117,6 +140,7 @@ class CompletionShape:
         elif (more := self._logprobs(writer, choice.logprobs)) is not None:
             _extend(shaped.logprobs, more)
         shaped.finish_reason, shaped.matched_stop = finish.reason, finish.matched
+        shaped.incomplete = incomplete_report(finish)
         if self._body.return_token_ids:
             shaped.token_ids = choice.ids
         return shaped
@@ -162,8 +186,11 @@ class CompletionShape:
         writer = self._writers[index] = self._writer(prompt)
         if self._body.logprobs is None and not (self._body.return_token_ids or self._usage_always):
             self._moulds[index] = Mould(lambda text: self._chunk(CompletionChoice(index, text)))
-        if self._echoes is not None or self._body.return_token_ids:
-            yield self._chunk(self._begin(index, prompt, writer))
+        warnings = self.outcome.warnings
+        if self._echoes is not None or self._body.return_token_ids or warnings:
+            first = self._chunk(self._begin(index, prompt, writer))
+            first.warnings = warnings
+            yield first
 
     def _chunks(self, prompt: int, chunk: Chunk) -> Iterator[Completion]:
         index = self.outcome.index(prompt, chunk)
@@ -177,6 +204,7 @@ class CompletionShape:
         if chunk.finish is not None:
             choice.finish_reason = chunk.finish.reason
             choice.matched_stop = chunk.finish.matched
+            choice.incomplete = incomplete_report(chunk.finish)
         if self._body.return_token_ids:
             choice.token_ids = unpack(ids).tolist()
         yield self._chunk(choice)

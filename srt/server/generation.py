@@ -16,8 +16,9 @@ from sapwood.srt.client import Prompt, Stream
 from sapwood.srt.errors import BadRequest, Conflict
 from sapwood.srt.messages import Chunk, Finish, IdsPrompt, Read, Started, TextPrompt
 from sapwood.srt.params import MAX_TOP_LOGPROBS, SamplingParams
-from sapwood.srt.server import native_protocol, refused, sampling
-from sapwood.srt.server.answers import cache_report
+from sapwood.srt.server import constraints, native_protocol, refused, sampling
+from sapwood.srt.server.answers import cache_report, incomplete_report
+from sapwood.srt.server.demands import Demands
 from sapwood.srt.server.native_logprobs import NativeLogprobs
 from sapwood.srt.server.native_protocol import (
     AbortReason,
@@ -28,7 +29,7 @@ from sapwood.srt.server.native_protocol import (
     NativeSampling,
     StopReason,
 )
-from sapwood.srt.server.outcome import Outcome
+from sapwood.srt.server.outcome import ChoiceSoFar, Outcome
 from sapwood.srt.server.sampling import Reading
 from sapwood.srt.server.service import Service
 
@@ -40,10 +41,11 @@ def start(
     body: GenerateRequest,
     prompts: Sequence[Prompt],
     params: Sequence[SamplingParams],
+    demands: Sequence[Demands],
     key: bytes = b"",
 ) -> tuple[list[Stream], NativeShape]:
-    """Start the prompts of one request, each with its checked parameters; `body` says how to answer, `key`
-    whose it is (see keys.key_of).
+    """Start the prompts of one request, each with its checked parameters and demands; `body` says how to
+    answer, `key` whose it is (see keys.key_of).
 
     Raises BadRequest, Conflict, Overloaded, Unavailable.
     """
@@ -58,6 +60,8 @@ def start(
         timeout=sampling.check_timeout(body.timeout),
         field=body.field,
         streamed=bool(body.stream),
+        constraint=[each.constraint for each in demands],
+        parsing=demands[0].parsing,
     )
     return streams, NativeShape(body, streams, params)
 
@@ -73,11 +77,22 @@ def prompts(service: Service, body: GenerateRequest) -> list[TextPrompt | IdsPro
 def sampling_params(body: GenerateRequest, prompts: int, vocab_size: int) -> list[SamplingParams]:
     """Checked parameters for each prompt. Raises BadRequest naming the field."""
     refused.check(body)
-    each = [one or NativeSampling() for one in _for_each("sampling_params", body.sampling_params, prompts)]
     return [
         native_protocol.sampling_params(one, reading, vocab_size)
-        for one, reading in zip(each, _readings(body, prompts), strict=True)
+        for one, reading in zip(_sampling(body, prompts), _readings(body, prompts), strict=True)
     ]
+
+
+def demands(body: GenerateRequest, prompts: int, whitespace: int) -> list[Demands]:
+    """The constraint of each prompt's output. Raises BadRequest naming the field."""
+    return [
+        Demands(constraints.read(one, whitespace=whitespace, max_tokens=one.max_new_tokens))
+        for one in _sampling(body, prompts)
+    ]
+
+
+def _sampling(body: GenerateRequest, prompts: int) -> list[NativeSampling]:
+    return [one or NativeSampling() for one in _for_each("sampling_params", body.sampling_params, prompts)]
 
 
 def _readings(body: GenerateRequest, prompts: int) -> list[Reading]:
@@ -206,6 +221,7 @@ class NativeShape:
             cache_report(verdict),
             time.monotonic() - stream.arrived,
         )
+        self._tell_end(meta, prompt, choice)
         params = self._params[prompt]
         if params.logprobs is not None:
             if params.logprob_start is not None and (choice.finish is not None or index not in self._begun):
@@ -213,6 +229,17 @@ class NativeShape:
             self._begun.add(index)
             NativeLogprobs(params, self._with_text).follow(choice.logprobs).tell_output(meta)
         return Generated(choice.text, choice.ids, meta)
+
+    def _tell_end(self, meta: MetaInfo, prompt: int, choice: ChoiceSoFar) -> None:
+        started, finish = self.outcome.started[prompt], choice.finish
+        if started is not None and started.warnings:
+            meta.warnings = started.warnings
+        if choice.reasoning:
+            meta.reasoning_content = "".join(choice.reasoning)
+        if finish is not None:
+            meta.incomplete = incomplete_report(finish)
+            if finish.drafted:
+                meta.drafted_tokens, meta.accepted_tokens = finish.drafted, finish.accepted
 
     def _input(self, prompt: int) -> NativeLogprobs:
         """From the start on the prompt's first token is there too, without any value."""
@@ -231,4 +258,4 @@ def _reason(finish: Finish | None) -> StopReason | LengthReason | AbortReason | 
         return None
     if finish.reason == "length":
         return LengthReason(finish.completion_tokens)
-    return StopReason(finish.matched) if finish.reason == "stop" else AbortReason()
+    return AbortReason() if finish.reason == "abort" else StopReason(finish.matched)

@@ -45,6 +45,7 @@ ACCESS: dict[str, Access] = {
     "/detokenize": "user",
     "/abort_request": "user",
     "/cache/explain": "user",
+    "/structured/support": "user",
     "/version": "user",
     "/openapi.json": "user",
     "/model_info": "user",

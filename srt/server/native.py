@@ -30,5 +30,6 @@ def answer(service: Service, body: GenerateRequest, key: bytes) -> Reply:
     service.require_few(body.input_ids if body.text is None else body.text, body.field)
     prompts = generation.prompts(service, body)
     params = generation.sampling_params(body, len(prompts), service.source.vocab_size)
-    streams, shape = generation.start(service, body, prompts, params, key)
+    demands = generation.demands(body, len(prompts), service.config.json_whitespace)
+    streams, shape = generation.start(service, body, prompts, params, demands, key)
     return Reply(streams, shape, streamed=bool(body.stream), field=body.field)

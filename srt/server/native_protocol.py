@@ -9,8 +9,8 @@ from msgspec import UNSET, UnsetType
 
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.params import MAX_LOGPROB_IDS, SamplingParams
-from sapwood.srt.server import refused, sampling
-from sapwood.srt.server.answers import CacheReport
+from sapwood.srt.server import constraints, refused, sampling
+from sapwood.srt.server.answers import CacheReport, IncompleteReport
 from sapwood.srt.server.sampling import Reading
 from sapwood.srt.server.tenants import PlaceFields
 
@@ -18,6 +18,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 
 @refused.fields(refused.SAMPLING)
+@constraints.fields
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`sampling_params` of one prompt; null means absent."""
 
@@ -140,7 +141,9 @@ Triples = list[list[Triple] | None]
 
 
 class MetaInfo(msgspec.Struct):
-    """Counts are tokens, `e2e_latency` seconds since the request arrived.
+    """Counts are tokens, `e2e_latency` seconds since the request arrived. Of the tokens `drafted_tokens` had
+    been proposed, and `accepted_tokens` of these were drawn; they are there at the end, if there were drafts.
+    `incomplete` says where a constrained output was cut off.
 
     `input_...` is of the prompt's tokens from `logprob_start_len` on; `..._top_logprobs` has the most likely
     tokens, best first, `..._token_ids_logprobs` those of `token_ids_logprob`, in their order. `output_...` is
@@ -154,6 +157,11 @@ class MetaInfo(msgspec.Struct):
     cached_tokens: int
     cache: CacheReport
     e2e_latency: float
+    drafted_tokens: int | UnsetType = UNSET
+    accepted_tokens: int | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    incomplete: IncompleteReport | UnsetType = UNSET
     input_token_logprobs: list[Triple] | UnsetType = UNSET
     output_token_logprobs: list[Triple] | UnsetType = UNSET
     input_top_logprobs: Triples | UnsetType = UNSET

@@ -42,6 +42,12 @@ def json_body(request: type, whole: type, chunk: type | None = None) -> dict[str
     }
 
 
+def json_answer(whole: type) -> dict[str, Any]:
+    """`openapi_extra` of a route that takes no body."""
+    content = {"application/json": {"schema": _ref(whole)}}
+    return {"responses": {"200": {"description": "the answer", "content": content}}}
+
+
 def _ref(kind: type) -> dict[str, str]:
     return {"$ref": REF.format(name=kind.__name__)}
 

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET, UnsetType
 
 from sapwood.srt.errors import SapwoodError, Unavailable
-from sapwood.srt.messages import Chunk, Finish, Read, Started, TextLogprob, Verdict, unpack
-from sapwood.srt.server.answers import PromptDetails, Usage, cache_report
+from sapwood.srt.messages import CallDelta, Chunk, Finish, Read, Started, TextLogprob, Verdict, unpack
+from sapwood.srt.server.answers import CompletionDetails, PromptDetails, Usage, cache_report
 from sapwood.srt.server.logprobs import finite
 
 
+class CallSoFar:
+    """One call of a tool; its arguments are JSON text."""
+
+    def __init__(self, begin: CallDelta) -> None:
+        self.id = begin.id
+        self.name = begin.name
+        self.texts = [begin.arguments]
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.texts)
+
+
 class ChoiceSoFar:
-    """One choice: its text, ids and logprobs so far, and its finish once it has one."""
+    """One choice: its parts, ids and logprobs so far, and its finish once it has one."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[CallSoFar] = []
         self.packed_ids = bytearray()
         self.logprobs: list[TextLogprob] = []
         self.finish: Finish | None = None
@@ -57,7 +73,7 @@ class Outcome:
         self.n = n
         self._keep_logprobs = keep_logprobs
         # Told with every chunk of some streams, so never counted anew.
-        self._prompt_tokens = self._matched = self._completion_tokens = 0
+        self._prompt_tokens = self._matched = self._completion_tokens = self._drafted = self._accepted = 0
         self.started: list[Started | None] = [None] * prompts
         self.prompt_logprobs: list[list[TextLogprob]] = [[] for _ in range(prompts)]
         """Of each prompt's tokens from the index asked for on (never of its first token)."""
@@ -81,11 +97,20 @@ class Outcome:
         choice, made = self.choices[self.index(prompt, event)], len(event.ids) // 4
         if event.text:
             choice.texts.append(event.text)
+        if event.reasoning:
+            choice.reasoning.append(event.reasoning)
+        for delta in event.calls:
+            if delta.index < len(choice.calls):
+                choice.calls[delta.index].texts.append(delta.arguments)
+            else:
+                choice.calls.append(CallSoFar(delta))
         choice.packed_ids += event.ids
         if event.logprobs and self._keep_logprobs:
             choice.logprobs += event.logprobs
         if event.finish is not None:
             choice.finish = event.finish
+            self._drafted += event.finish.drafted
+            self._accepted += event.finish.accepted
             made = event.finish.completion_tokens - choice.count
         choice.count += made
         self._completion_tokens += made
@@ -119,6 +144,12 @@ class Outcome:
         started = self.started[prompt]
         return Verdict(0, "cold") if started is None else started.verdict
 
+    @property
+    def warnings(self) -> list[str] | UnsetType:
+        """Of all prompts, each once; absent if there are none."""
+        told = [text for started in self.started if started is not None for text in started.warnings]
+        return list(dict.fromkeys(told)) or UNSET
+
     def completion_tokens(self, index: int) -> int:
         return self.choices[index].count
 
@@ -126,6 +157,9 @@ class Outcome:
         """Counts over all prompts; with `report` what each prompt's cache lookup found."""
         read, made = self._prompt_tokens, self._completion_tokens
         usage = Usage(read, made, read + made, PromptDetails(self._matched))
+        if self._drafted:
+            rejected = self._drafted - self._accepted
+            usage.completion_tokens_details = CompletionDetails(self._accepted, rejected)
         if report:
             reports = [cache_report(self.verdict(i)) for i in range(len(self.started))]
             usage.cache = reports[0] if len(reports) == 1 else reports

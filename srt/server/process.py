@@ -122,7 +122,7 @@ class Server:
         self._metrics = Metrics()
         requests = RequestLog(self._metrics, enabled=boot.config.log_requests)
         self._client = Client(boot.config, boot.directory, requests)
-        self._metrics.follow(lambda: self._client.latest_stats)
+        self._metrics.follow(lambda: self._client.latest_stats, lambda: self._client.grammar_stats)
         self._service = Service(boot.config, boot.source, self._client)
         self._service.requests = requests
         self._listener = Listener(listening(app.create(self._service, self._metrics)))

@@ -13,9 +13,9 @@ import msgspec
 
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.params import MAX_N, MAX_TOP_LOGPROBS
-from sapwood.srt.server import refused
-from sapwood.srt.server.refused import unsupported as unsupported
+from sapwood.srt.server import constraints, refused
 from sapwood.srt.server.tenants import PlaceFields
+from sapwood.srt.server.tools import Tool, ToolChoice
 
 Stop = str | list[str]
 
@@ -29,6 +29,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+@constraints.fields
 class CommonFields(PlaceFields, forbid_unknown_fields=True, kw_only=True):
     """What chat and completions share: OpenAI's fields, then the usual extensions, then labels."""
 
@@ -81,13 +82,29 @@ Part = Annotated[
 """A text part. Others are let in only to be refused by their names (chat_prompt.py)."""
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`arguments` is a JSON object, as a text or a value."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A call in the history, as an answer has it."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
 
     # An answer of ours that comes back as history has them.
     annotations: list[Any] | None = None
@@ -105,6 +122,8 @@ class ChatRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     max_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     add_generation_prompt: bool | None = None
@@ -143,7 +162,6 @@ def check(request: ChatRequest | CompletionRequest) -> None:
             )
         if request.stream:
             raise BadRequest("prompt_logprobs is not sent in streams", param="prompt_logprobs")
-    _check_format(request.response_format)
 
 
 def _check_best_of(request: CompletionRequest) -> None:
@@ -161,22 +179,3 @@ def _check_best_of(request: CompletionRequest) -> None:
             "best_of above n is not possible with stream: true, as which choices are best shows at the end",
             param="best_of",
         )
-
-
-def _check_format(value: dict[str, Any] | None) -> None:
-    if value is None or value == {"type": "text"}:
-        return
-    kind = value.get("type")
-    if kind not in ("text", "json_object", "json_schema"):
-        raise BadRequest(
-            f"response_format.type must be text, json_object or json_schema, got {str(kind)[:100]!r}",
-            param="response_format",
-        )
-    if kind == "json_schema":
-        inner = value.get("json_schema")
-        if not isinstance(inner, dict) or "schema" not in inner:
-            raise BadRequest(
-                "response_format.json_schema.schema is required with type json_schema",
-                param="response_format.json_schema.schema",
-            )
-    raise unsupported("response_format")

@@ -5,7 +5,7 @@ They are known by name so that a client which always sends them, with null or wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -43,10 +43,6 @@ EVERYWHERE: dict[str, Refused] = {
 """Of `/generate` and the OpenAI routes (from SGLang)."""
 
 SAMPLING: dict[str, Refused] = {
-    "json_schema": Refused(NOT_YET),
-    "regex": Refused(NOT_YET),
-    "ebnf": Refused(NOT_YET),
-    "structural_tag": Refused(NOT_YET),
     "stop_regex": Refused("is not supported: stop takes plain strings", (None, [])),
     "no_stop_trim": Refused(
         "is not supported: the text ends before the stop string, which matched_stop has", (None, False)
@@ -82,11 +78,10 @@ OPENAI: dict[str, Refused] = {
     ),
     "truncate_prompt_tokens": Refused("is not supported: cut the prompt before you send it"),
     "logits_processors": Refused(NO_CODE, (None, [])),
-    "guided_json": Refused(NOT_YET),
-    "guided_regex": Refused(NOT_YET),
-    "guided_choice": Refused(NOT_YET),
-    "guided_grammar": Refused(NOT_YET),
-    "structured_outputs": Refused(NOT_YET),
+    "guided_whitespace_pattern": Refused("is not supported: json_whitespace bounds white space"),
+    "guided_decoding_backend": Refused(
+        "is not supported: there is one engine", (None, "auto", "guidance", "llguidance", "xgrammar")
+    ),
     "kv_transfer_params": Refused(NO_TRANSFER),
     "vllm_xargs": Refused(NO_CODE, (None, {})),
     "request_id": Refused("is not supported: the name of a request is rid"),
@@ -96,7 +91,6 @@ TEMPLATES: dict[str, Refused] = {
     "chat_template": Refused("cannot come with a request: templates come from --chat-template"),
     "documents": Refused("is not supported: put what the model shall read into the messages", (None, [])),
     "mm_processor_kwargs": Refused(TEXT_ONLY, (None, {})),
-    "tools": Refused(NOT_YET, (None, [])),
 }
 """Of everything that takes chat messages."""
 
@@ -109,16 +103,17 @@ CHAT: dict[str, Refused] = {
     "echo": Refused("is not supported in a chat: /v1/completions has it", (None, False)),
     "best_of": Refused("is not supported in a chat: /v1/completions has it", (None, 1)),
     "audio": Refused("is not supported: answers are text"),
-    "function_call": Refused(NOT_YET, (None, "none")),
-    "functions": Refused(NOT_YET, (None, [])),
+    "function_call": Refused("is not supported: tool_choice is its newer name", (None, "none")),
+    "functions": Refused("is not supported: tools is its newer name", (None, [])),
     "modalities": Refused("is not supported: answers are text", (None, ["text"])),
     "prediction": Refused("is not supported"),
     "reasoning_effort": Refused(
         "is not supported: what a template has is set in chat_template_kwargs", (None, "none")
     ),
-    "separate_reasoning": Refused(NOT_YET, (None, False)),
-    "stream_reasoning": Refused(NOT_YET, (None, False)),
-    "tool_choice": Refused(NOT_YET, (None, "none")),
+    "separate_reasoning": Refused(
+        "is not supported: --reasoning-parser none leaves the reasoning in the content", (None, True)
+    ),
+    "stream_reasoning": Refused("is not supported: the reasoning is streamed", (None, True)),
     "verbosity": Refused("is not supported", (None, "medium")),
     "web_search_options": Refused("is not supported: no URL is ever fetched"),
 }
@@ -133,18 +128,25 @@ def fields(table: Mapping[str, Refused]) -> Callable[[type[T]], type[T]]:
     """Adds the fields of `table` to a request's struct."""
 
     def widen(kind: type[T]) -> type[T]:
-        # msgspec makes a type only of what a class statement or this call names.
-        return msgspec.defstruct(  # type: ignore[return-value]
-            kind.__name__,
-            [(name, Any, None) for name in table],
-            bases=(kind,),
-            module=kind.__module__,
-            namespace={"__doc__": kind.__doc__, "__refused__": table},
-            forbid_unknown_fields=True,
-            kw_only=True,
-        )
+        return widened(kind, [(name, Any, None) for name in table], {"__refused__": table})
 
     return widen
+
+
+def widened(
+    kind: type[T], added: Sequence[tuple[str, Any, Any]], namespace: Mapping[str, Any] | None = None
+) -> type[T]:
+    """A request's struct with further fields (name, type, default)."""
+    # msgspec makes a type only of what a class statement or this call names.
+    return msgspec.defstruct(  # type: ignore[return-value]
+        kind.__name__,
+        [*added],
+        bases=(kind,),
+        module=kind.__module__,
+        namespace={"__doc__": kind.__doc__, **(namespace or {})},
+        forbid_unknown_fields=True,
+        kw_only=True,
+    )
 
 
 def table_of(kind: type) -> Mapping[str, Refused]:

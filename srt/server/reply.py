@@ -122,13 +122,21 @@ async def _disconnect(receive: Receive) -> None:
 class Reply(Response):
     """Sends what `shape` makes of the streams' events; aborts the streams when the client goes away.
 
-    `field` is where the request has its prompt, which an error of another process calls `prompt`.
+    `field` is where the request has its prompt, which an error of another process calls `prompt`; `rename` is
+    for what else such an error calls by other names than the request.
     """
 
     def __init__(
-        self, streams: Sequence[Stream], shape: Shape, *, streamed: bool, field: str = "prompt"
+        self,
+        streams: Sequence[Stream],
+        shape: Shape,
+        *,
+        streamed: bool,
+        field: str = "prompt",
+        rename: Callable[[ErrorInfo], ErrorInfo] | None = None,
     ) -> None:
         self._streams = streams
+        self._rename = rename
         self._field = field
         self._shape = shape
         self._streamed = streamed
@@ -167,6 +175,8 @@ class Reply(Response):
         if error.param == "prompt":
             message = re.sub(r"\Aprompt\b", self._field, error.message)
             error = msgspec.structs.replace(error, message=message, param=self._field)
+        if self._rename is not None:
+            error = self._rename(error)
         await error_answer(error, {"x-request-id": self._streams[0].name})(scope, receive, send)
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:

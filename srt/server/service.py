@@ -13,7 +13,7 @@ from sapwood.srt.client import Client, Prompt, Stream
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import BadRequest, ContextTooLong, ModelNotFound, Overloaded, Unavailable
 from sapwood.srt.messages import Ids, IdsPrompt, TextPrompt, pack
-from sapwood.srt.params import SamplingParams
+from sapwood.srt.params import Constraint, Parsing, SamplingParams
 from sapwood.srt.server import sampling
 from sapwood.srt.server.tenants import Place, Tenants
 
@@ -86,15 +86,18 @@ class Service:
         field: str = "prompt",
         waited: float = 0.0,
         streamed: bool = True,
+        constraint: Constraint | Sequence[Constraint | None] | None = None,
+        parsing: Parsing | None = None,
     ) -> list[Stream]:
         """Start the requests of one body; they get `timeout` seconds, of which `waited` are over.
 
-        `field` is where the body has its prompts; if not `streamed`, nobody sees its Chunks one by one.
-        Raises BadRequest, Conflict, Overloaded, Unavailable.
+        A `constraint` is for all of them, or a list with one for each. `field` is where the body has its
+        prompts; if not `streamed`, nobody sees its Chunks one by one. Raises BadRequest, Conflict,
+        Overloaded, Unavailable.
         """
         self.check(items, field)
         streams = self.client.submit_all(
-            items, place.namespace, rid, timeout, waited, place.scheduling, streamed
+            items, place.namespace, rid, timeout, waited, place.scheduling, streamed, constraint, parsing
         )
         if self.requests is not None:
             self.requests.submitted(streams, items)

@@ -23,6 +23,7 @@ from sapwood.srt.params import SamplingParams, Scheduling
 from sapwood.srt.server.chat_prompt import prompt_of
 from sapwood.srt.server.protocol import ChatMessage
 from sapwood.srt.server.service import Service
+from sapwood.srt.server.tools import Tool, wanted
 
 logger = logging.getLogger("sapwood.server")
 
@@ -33,7 +34,7 @@ LOADING_SECONDS = 86_400.0
 ATTEMPTS, RETRY_SECONDS = 120, 1.0
 """No limit of its own: whoever watches the processes ends them if they do not get ready."""
 _OF_TEXTS = ("add_special_tokens",)
-_OF_CHATS = ("add_generation_prompt", "chat_template_kwargs")
+_OF_CHATS = ("add_generation_prompt", "chat_template_kwargs", "tools")
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -47,6 +48,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     ids: list[int] | None = None
 
 
@@ -171,7 +173,8 @@ def _prompt(service: Service, line: Line) -> Prompt:
         return service.ids_prompt(line.ids, "ids")
     if line.messages is not None:
         generation_prompt = line.add_generation_prompt is True
-        return prompt_of(line.messages, generation_prompt, template_kwargs=line.chat_template_kwargs)
+        kwargs, tools = line.chat_template_kwargs, wanted(line.tools)
+        return prompt_of(service, line.messages, generation_prompt, template_kwargs=kwargs, wanted=tools)
     return TextPrompt(line.text or "", line.add_special_tokens is not False)
 
 

@@ -16,6 +16,7 @@ from sapwood.srt.server.openapi import json_body
 from sapwood.srt.server.protocol import ChatMessage
 from sapwood.srt.server.reply import JsonAnswer, while_here
 from sapwood.srt.server.service import Service
+from sapwood.srt.server.tools import Tool, wanted
 
 
 @refused.fields(refused.TEMPLATES)
@@ -29,6 +30,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 
@@ -62,7 +64,7 @@ def routes(service: Service) -> APIRouter:
         service.require_ready()
         body = await guard.read(request, TokenizeRequest, service.config.max_body_bytes)
         service.require_model(body.model)
-        found = await while_here(request, service.client.ask("tokenize", prompt=_prompt(body)))
+        found = await while_here(request, service.client.ask("tokenize", prompt=_prompt(service, body)))
         tokens, texts = found["tokens"], found["texts"] if body.return_token_strs else None
         return JsonAnswer(Tokenized(len(tokens), service.longest, tokens, texts))
 
@@ -81,17 +83,22 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-def _prompt(body: TokenizeRequest) -> Prompt:
+def _prompt(service: Service, body: TokenizeRequest) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("exactly one of prompt and messages must be given", param="prompt")
     refused.check(body)
     if body.messages is None:
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
             if getattr(body, name) is not None:
                 raise BadRequest(f"{name} needs messages", param=name)
         return TextPrompt(body.prompt or "", body.add_special_tokens is not False)
     if body.add_special_tokens:
         raise refused.unsupported("add_special_tokens", refused.CHAT["add_special_tokens"].reason)
     return prompt_of(
-        body.messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+        service,
+        body.messages,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.chat_template_kwargs,
+        wanted(body.tools),
     )

@@ -7,28 +7,21 @@ format has a width, filters loop inside): only the kernel can bound that. A rend
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
-import weakref
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-import sapwood
-from sapwood.srt.errors import BadRequest, ModelError, Unavailable, from_info
+from sapwood.srt.bounded import BoundedProcess, no_process
+from sapwood.srt.errors import BadRequest, ModelError, from_info
 from sapwood.srt.tokenizer import render_child, templates
 from sapwood.srt.tokenizer.render_child import Job, Result, Setup
 
 CPU_SECONDS = 2.0
 WALL_SECONDS = 20.0
 """Much more than the CPU time, which is what counts: the machine may be busy."""
-_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
+PURPOSE = "the chat template"
 
 
 class IsolatedTemplate:
@@ -106,13 +99,13 @@ class IsolatedTemplate:
         try:
             process = process or _Process(self._setup)
         except ModelError as e:  # the first one could use the template: this one lacks something
-            raise _no_process(e.message) from None
+            raise no_process(PURPOSE, e.message) from None
         with self._lock:
             if not self._closed:
                 self._busy[process] = owner
                 return process
         process.kill()
-        raise _no_process("the tokenizer ends")
+        raise no_process(PURPOSE, "the tokenizer ends")
 
     def _give_back(self, process: _Process, usable: bool) -> None:
         with self._lock:
@@ -127,9 +120,7 @@ class _Process:
     def __init__(self, setup: Setup) -> None:
         self._cpu_seconds = setup.cpu_seconds
         self.broken_off = False
-        self._socket, self._process = _start()
-        # Also when nobody closes what it belongs to.
-        self._end = weakref.finalize(self, _end, self._socket, self._process)
+        self.process = BoundedProcess(render_child.__name__, PURPOSE, WALL_SECONDS)
         try:
             result = self._ask(msgspec.msgpack.encode(setup))
             if result.error is not None:
@@ -144,75 +135,35 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self.process.alive
 
     def render(self, frame: bytes) -> Result:
         """What came of the Job; BadRequest if the process has not survived it."""
         return self._ask(frame)
 
     def break_off(self) -> None:
-        """Have a `render` in another thread fail at once. (Its socket is that thread's to close.)"""
+        """Have a `render` in another thread fail at once."""
         self.broken_off = True
-        self._process.kill()
+        self.process.break_off()
 
     def kill(self) -> None:
-        self._end()
+        self.process.kill()
 
     def _ask(self, frame: bytes) -> Result:
         answer = None
         try:
-            render_child.send(self._socket, frame)
-            answer = render_child.read(self._socket)
+            self.process.send(frame)
+            answer = self.process.read()
         except TimeoutError:
             raise _too_long(f"{WALL_SECONDS:g} s") from None
         except OSError:
             pass  # it is gone, for the reason that its exit tells
         if answer is not None:
             return msgspec.msgpack.decode(answer, type=Result)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        if self._process.returncode == -signal.SIGPROF:
+        if self.process.exit_code() == -signal.SIGPROF:
             raise _too_long(f"{self._cpu_seconds:g} s of computing")
         raise BadRequest("the chat template fails on these messages: its process has ended", param="messages")
 
 
-def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """A process and our end of its socket. Raises Unavailable if the system has none to give."""
-    ours: socket.socket | None = None
-    try:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(WALL_SECONDS)
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", render_child.__name__, str(os.getpid())],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-            )
-    except OSError as e:
-        if ours is not None:
-            ours.close()
-        raise _no_process(e.strerror or type(e).__name__) from None
-    return ours, process
-
-
-def _no_process(reason: str) -> Unavailable:
-    return Unavailable(f"no process for the chat template can be started now: {reason}")
-
-
-def _end(sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    sock.close()
-    process.kill()
-    process.wait()
-
-
 def _too_long(limit: str) -> BadRequest:
     return BadRequest(f"the chat template took more than {limit} on these messages", param="messages")
-
-
-def _environment() -> dict[str, str]:
-    """Only what Python needs: keys of the server may be in its environment."""
-    env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-    root = str(Path(sapwood.__file__).resolve().parent.parent)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), root]))
-    return env

@@ -1,7 +1,7 @@
 """The tokenizer process: prompts to ids on the way in, ids to text on the way out, each request's one end.
 
 server ──Generate, Abort──► intake ──► encode (chats, long ones: in threads) ──Submit──► scheduler
-   ▲                                                                                │
+   ▲                          └─Compile─► grammar process ─Compiled──┘              │
    └─Started, Read, Chunk, Ended─ delivery ◄─ choices: text, stop strings ◄─PromptRead, Tokens, Done
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from sapwood.srt.messages import (
     Ask,
     Cancel,
     ChatPrompt,
+    Compiled,
     Done,
     Ended,
     Finish,
@@ -45,13 +45,16 @@ from sapwood.srt.messages import (
     Tokens,
 )
 from sapwood.srt.orders import Boot, Drain
+from sapwood.srt.tokenizer import checks
 from sapwood.srt.tokenizer.background import Background, is_long, safely
 from sapwood.srt.tokenizer.delivery import Delivery, Sender, overloaded
+from sapwood.srt.tokenizer.grammars import Grammars
 from sapwood.srt.tokenizer.prompts import Prompt, PromptEncoder
 from sapwood.srt.tokenizer.questions import Questions
 from sapwood.srt.tokenizer.recent import Recent
 from sapwood.srt.tokenizer.requests import Choice, NoTexts, Request, Texts
 from sapwood.srt.tokenizer.vocabulary import Vocabulary, load
+from sapwood.srt.tokenizer.waker import Waker
 
 RECENT_SECONDS = 5.0
 MAX_RECENT = 4096
@@ -77,6 +80,7 @@ class TokenizerLoop:
         texts: Texts,
         scheduler: Sender,
         server: Sender,
+        grammar: Sender,
         wake: Callable[[], None] | None = None,
         interval: int = 1,
     ) -> None:
@@ -96,6 +100,7 @@ class TokenizerLoop:
         self._chats: Background[_Job, Ids] = Background(self._encode, NOT_ENCODED, CHAT_THREADS, wake)
         self._background: Background[_Job, Ids] = Background(self._encode, NOT_ENCODED, wake=wake)
         self._encoding: dict[int, Prompt] = {}
+        self._grammars = Grammars(index, grammar)
         self._questions = Questions(index, encoder, texts, scheduler, wake)
         self._unnamed: deque[PromptRead | Done] = deque()
         self._aborted = Recent(RECENT_SECONDS, MAX_RECENT)
@@ -106,7 +111,7 @@ class TokenizerLoop:
         self._handlers: dict[type, Callable[[Any], None]] = {
             Generate: self._generate, Abort: self._abort, Ask: self._ask,
             Admitted: self._admitted, PromptRead: self._prompt_read, Tokens: self._tokens, Done: self._done,
-            Refused: self._refused,
+            Refused: self._refused, Compiled: self._compiled,
             Answer: self._answer, Stats: self._out.append,
         }  # fmt: skip
 
@@ -143,21 +148,35 @@ class TokenizerLoop:
             logging.getLogger("sapwood").warning("request %s is live; its double is dropped", message.rid)
             return
         try:
-            message.params.check(self._source.vocab_size)
-            if message.params.stop and isinstance(self._texts, NoTexts):
-                raise BadRequest("stop strings need a tokenizer (--skip-tokenizer-init is set)", param="stop")
+            checks.check(message, self._source.vocab_size, self._texts)
         except BadRequest as e:
             self._ended.add(message.rid)
             self._out.append(Ended(message.rid, e.info()))
             return
-        request = Request(message.rid, self._next_key, message.params, message.streamed)
+        request = Request(
+            message.rid,
+            self._next_key,
+            message.params,
+            message.streamed,
+            message.constraint,
+            message.parsing,
+        )
         self._next_key += message.params.n
         self._requests[message.rid] = request
         self._ended.discard(message.rid)
         if self._aborted.discard(message.rid):
             self._abort_unsubmitted(request)
-        else:
+        # One that begins after something may begin at once, which shows at the prompt's end.
+        elif message.constraint is None or message.constraint.after or self._begin_grammar(request):
             self._intake.append((request, message))
+
+    def _begin_grammar(self, request: Request) -> bool:
+        try:
+            self._grammars.begin(request)
+        except Overloaded as e:
+            self._end(request, e.info())
+            return False
+        return True
 
     def work_some(self) -> None:
         """What takes longer than a token does, for a short while: streams come first."""
@@ -165,7 +184,7 @@ class TokenizerLoop:
         for lane in (self._chats, self._background):
             for (request, message), result in lane.finished():
                 self._encoding.pop(request.key, None)
-                self._submit(request, message, result)
+                self._encoded(request, message, result)
         self._encode_some()
         self._name_some()
 
@@ -181,7 +200,7 @@ class TokenizerLoop:
                 self._encoding[request.key] = message.prompt
                 (self._background if long else self._chats).put((request, message))
                 continue
-            self._submit(request, message, safely(self._encode, (request, message), NOT_ENCODED))
+            self._encoded(request, message, safely(self._encode, (request, message), NOT_ENCODED))
             if time.monotonic() > deadline:
                 return
 
@@ -190,26 +209,44 @@ class TokenizerLoop:
         request, message = job
         return self._encoder.encode(message.prompt) if self._requests.get(request.rid) is request else b""
 
-    def _submit(self, request: Request, message: Generate, result: Ids | ErrorInfo) -> None:
+    def _encoded(self, request: Request, message: Generate, result: Ids | ErrorInfo) -> None:
         if self._requests.get(request.rid) is not request:
             return
         if isinstance(result, ErrorInfo):
             self._end(request, result)
             return
+        request.settle(self._texts, result)
+        if self._begin_grammar(request) and not self._grammars.hold((request, message, result)):
+            self._submit(request, message, result)
+
+    def _compiled(self, message: Compiled) -> None:
+        found = self._grammars.compiled(message)
+        if found is None:
+            return
+        request, encoded = found
+        if message.error is not None:
+            self._end(request, message.error)
+        elif encoded is not None:
+            self._submit(*encoded)
+
+    def _submit(self, request: Request, message: Generate, ids: Ids) -> None:
+        grammar = self._grammars.take(request)
         submit = Submit(
             request.key,
             self._index,
             request.rid,
-            result,
+            ids,
             request.params,
             message.namespace,
             message.arrived,
             message.scheduling,
+            grammar,
         )
         if not self._scheduler.send(submit):
             self._end(request, Overloaded("the scheduler's queue is full; try again later").info())
             return
-        request.submitted, request.prompt = True, result
+        request.submitted, request.prompt = True, ids
+        request.warnings = grammar.warnings if grammar is not None else []
         self._by_key[request.key] = request
         for choice in request.choices(self._texts, self._source.eos_ids, self._interval):
             self._choices[request.key + choice.index] = choice
@@ -245,7 +282,13 @@ class TokenizerLoop:
             if request.params.logprob_start == 0:
                 first = self._texts.describe(int(messages.unpack(request.prompt[:4])[0]))
             started = Started(
-                request.rid, request.prompt, message.verdict, message.queued, message.saved, first
+                request.rid,
+                request.prompt,
+                message.verdict,
+                message.queued,
+                message.saved,
+                first,
+                request.warnings,
             )
             self._out.append(started)
             request.prompt = b""
@@ -322,6 +365,7 @@ class TokenizerLoop:
                 self._out.append(chunk)
         request.unnamed = 0
         self._by_key.pop(request.key, None)
+        self._grammars.forget(request)
         if (prompt := self._encoding.pop(request.key, None)) is not None:
             self._encoder.stop(prompt)
         del self._requests[request.rid]
@@ -351,7 +395,7 @@ class TokenizerLoop:
 
 
 def build(
-    boot: Boot, scheduler: Sender, server: Sender, wake: Callable[[], None] | None = None
+    boot: Boot, scheduler: Sender, server: Sender, grammar: Sender, wake: Callable[[], None] | None = None
 ) -> tuple[TokenizerLoop, dict[str, str]]:
     """The loop of this process, and the facts for the start-up message. Raises ModelError.
 
@@ -371,27 +415,10 @@ def build(
         template = "a chat template" if source.chat_template is not None else "no chat template"
         facts = {"tokenizer": f"{vocabulary.size} tokens, {vocabulary.kind}, {template}"}
     encoder = PromptEncoder(source, tokenizer, config.split_special_tokens)
-    loop = TokenizerLoop(boot.index, source, encoder, texts, scheduler, server, wake, config.stream_interval)
+    loop = TokenizerLoop(
+        boot.index, source, encoder, texts, scheduler, server, grammar, wake, config.stream_interval
+    )
     return loop, facts
-
-
-class _Waker:
-    """Ends this process's own wait for messages, from any thread: by an empty frame to its inbox."""
-
-    def __init__(self, boot: Boot) -> None:
-        self._outbox = Outbox(boot.directory, "tokenizer", boot.index)
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def __call__(self) -> None:
-        with self._lock:
-            if not self._closed:
-                self._outbox.send()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._outbox.close()
 
 
 def main(boot: Boot, lifeline: Lifeline) -> None:
@@ -400,14 +427,14 @@ def main(boot: Boot, lifeline: Lifeline) -> None:
     # One prompt at a time: the library's thread pool would only take the worker's cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     inbox = Inbox(boot.directory, "tokenizer", boot.index)
-    scheduler, server = Outbox(boot.directory, "scheduler"), Outbox(boot.directory, "server")
-    wake = _Waker(boot)
+    scheduler, server, grammar = (Outbox(boot.directory, role) for role in ("scheduler", "server", "grammar"))
+    wake = Waker(boot)
     try:
-        loop, facts = build(boot, scheduler, server, wake)
+        loop, facts = build(boot, scheduler, server, grammar, wake)
         lifeline.on_orphan = loop.close
         lifeline.ready(facts)
         loop.run(inbox, lifeline.commands)
         loop.close()
     finally:
-        for socket in (inbox, scheduler, server, wake):
+        for socket in (inbox, scheduler, server, grammar, wake):
             socket.close()

@@ -72,19 +72,20 @@ class PromptEncoder:
             prompt.add_generation_prompt,
             prompt.continue_final,
             prompt.template_kwargs,
+            prompt.tools,
             owner=owner or prompt,
         )
 
     def _chat(self, prompt: ChatPrompt) -> list[int]:
         template = self._need_template()
         specials = self._specials
-        chat, kwargs = template.prepare(prompt.messages), prompt.template_kwargs
-        if specials is not None and not (specials.within(chat) or specials.within(kwargs)):
+        chat, kwargs, tools = template.prepare(prompt.messages), prompt.template_kwargs, prompt.tools
+        if specials is not None and not any(map(specials.within, (chat, kwargs, tools))):
             specials = None
         if specials is not None:
-            chat, kwargs = specials.mark(chat), specials.mark(kwargs)
+            chat, kwargs, tools = specials.mark(chat), specials.mark(kwargs), specials.mark(tools)
         text = template.render(
-            chat, prompt.add_generation_prompt, prompt.continue_final, kwargs, owner=prompt
+            chat, prompt.add_generation_prompt, prompt.continue_final, kwargs, tools, owner=prompt
         )
         if specials is None:
             return self._encode(text, False, "messages")

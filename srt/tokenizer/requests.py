@@ -5,10 +5,26 @@ from __future__ import annotations
 import struct
 from typing import Protocol
 
+from msgspec import structs
+
 from sapwood.srt.channel import FRAME_WEIGHT
-from sapwood.srt.messages import Chunk, Done, Finish, Ids, PromptRead, Read, TextLogprob, TokenLogprob
-from sapwood.srt.params import SamplingParams
+from sapwood.srt.messages import (
+    Chunk,
+    Done,
+    Finish,
+    Ids,
+    Incomplete,
+    PromptRead,
+    Read,
+    TextLogprob,
+    TokenLogprob,
+    unpack,
+)
+from sapwood.srt.params import Constraint, Parsing, SamplingParams
 from sapwood.srt.tokenizer.detokenizer import NoText, TextStream
+from sapwood.srt.tokenizer.parsers.output import OutputParser, Told, marks_of
+from sapwood.srt.tokenizer.parsers.thinking import state_of_prompt
+from sapwood.srt.tokenizer.partial_json import JsonScanner
 from sapwood.srt.tokenizer.stops import StopScanner, StopStrings
 
 _INT32 = struct.Struct("<i").pack
@@ -17,10 +33,14 @@ WHOLE_PIECE = 256
 """Tokens in a Chunk that nobody sees by itself: enough to make its cost nothing, and few to hold."""
 
 
+TAIL = 16
+"""Tokens at the end of a prompt that tell whether it has begun the reasoning."""
+
+
 class Texts(Protocol):
     """What a request needs of a Vocabulary."""
 
-    def stream(self, skip_special_tokens: bool) -> TextStream: ...
+    def stream(self, skip_special_tokens: bool, shown: frozenset[str] = frozenset()) -> TextStream: ...
 
     def describe(self, token: int) -> tuple[str, bytes]: ...
 
@@ -28,7 +48,7 @@ class Texts(Protocol):
 class NoTexts:
     """The vocabulary of a server that takes token ids only."""
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
+    def stream(self, skip_special_tokens: bool, shown: frozenset[str] = frozenset()) -> TextStream:
         return NoText()
 
     def describe(self, token: int) -> tuple[str, bytes]:
@@ -55,9 +75,11 @@ class Choice:
     __slots__ = (
         "_held",
         "_ids",
+        "_json",
         "_least",
         "_logprobs",
         "_min_tokens",
+        "_parser",
         "_parts",
         "_piece",
         "_scanner",
@@ -80,6 +102,7 @@ class Choice:
         stop_ids: frozenset[int],
         stops: StopStrings | None,
         piece: int = 1,
+        parser: OutputParser | None = None,
     ) -> None:
         params = request.params
         self.request = request
@@ -87,8 +110,12 @@ class Choice:
         self.count = 0
         self.hit: int | None = None
         self.dirty = False
-        self._stream = texts.stream(params.skip_special_tokens)
+        shown = [] if parser is None else [request.marks]
+        self._stream = texts.stream(params.skip_special_tokens, *shown)
         self._texts = texts
+        self._parser = parser
+        kind = request.constraint.kind if request.constraint is not None else ""
+        self._json = JsonScanner() if kind == "json_schema" else None
         self._scanner = StopScanner(stops) if stops is not None else None
         self._stop_ids = stop_ids
         self._min_tokens = params.min_tokens
@@ -143,9 +170,15 @@ class Choice:
         self.dirty = False
         if finish is None and not self._ids and not self._parts:
             return None
-        logprobs, text = self._logprobs, "".join(self._parts)
-        chunk = Chunk(self.request.rid, self.index, text, bytes(self._ids), logprobs, finish)
-        if text or not self._wait:
+        logprobs = self._logprobs
+        told = self._told("".join(self._parts), last=finish is not None)
+        if finish is not None:
+            finish = self._judged(finish)
+        name = (self.request.rid, self.index)
+        chunk = Chunk(
+            *name, told.content, bytes(self._ids), logprobs, finish, told.reasoning, list(told.calls)
+        )
+        if any(told) or not self._wait:
             self._least = self._piece
         self._parts.clear()
         self._ids.clear()
@@ -153,14 +186,41 @@ class Choice:
             self._logprobs = []
         return chunk
 
+    def _told(self, text: str, last: bool) -> Told:
+        """A piece of the text, taken apart."""
+        told = Told(content=text)
+        if self._parser is not None:
+            told = self._parser.feed(text)
+            if last:
+                told = told.and_then(self._parser.finish())
+        if self._json is not None:
+            self._json.feed(told.content)
+        return told
+
+    def _judged(self, finish: Finish) -> Finish:
+        """What the text says of its end: that it was to call tools, or where a document was cut off.
+
+        Calls count only where the output has ended by itself, and not by a stop string.
+        """
+        if finish.reason == "stop" and not isinstance(finish.matched, str):
+            called = self._parser is not None and self._parser.called
+            return structs.replace(finish, reason="tool_calls") if called else finish
+        if finish.reason != "length" or self.request.constraint is None:
+            return finish
+        scanner = self._json
+        known = scanner is not None and not scanner.broken
+        place = scanner.place if scanner is not None and known else Incomplete("", "text")
+        return structs.replace(finish, incomplete=place)
+
     def finish(self, done: Done) -> Chunk | None:
         """The last chunk. Where a stop string and another end have crossed, the lower position is the end."""
         if self.hit is None:
             self._flush(done)
+        drafts = (None, done.drafted, done.accepted)
         if self.hit is not None and self._scanner is not None and self.hit <= done.n:
-            return self.chunk(Finish("stop", self._scanner.matched, self.hit))
+            return self.chunk(Finish("stop", self._scanner.matched, self.hit, *drafts))
         assert done.reason != "error"
-        return self.chunk(Finish(done.reason, done.matched, done.n))
+        return self.chunk(Finish(done.reason, done.matched, done.n, *drafts))
 
     def _flush(self, done: Done) -> None:
         """Show what was held: incomplete characters, the beginning of a stop string that never came."""
@@ -177,18 +237,54 @@ class Request:
     """A request from its Generate to its Ended. `open` choices have not had their finish yet; `unnamed`
     messages about its prompt wait for their tokens' texts, and all that comes after them waits too."""
 
-    __slots__ = ("cancelled", "key", "open", "params", "prompt", "rid", "streamed", "submitted", "unnamed")
+    __slots__ = (
+        "cancelled", "constraint", "key", "open", "params", "parsing", "prompt", "rid", "streamed",
+        "submitted", "unnamed", "warnings",
+    )  # fmt: skip
 
-    def __init__(self, rid: str, key: int, params: SamplingParams, streamed: bool = True) -> None:
+    def __init__(
+        self,
+        rid: str,
+        key: int,
+        params: SamplingParams,
+        streamed: bool = True,
+        constraint: Constraint | None = None,
+        parsing: Parsing | None = None,
+    ) -> None:
         self.rid = rid
         self.key = key
         self.params = params
         self.streamed = streamed
+        self.constraint = constraint
+        self.parsing = parsing
         self.open = params.n
         self.prompt: Ids = b""
         self.unnamed = 0
+        self.warnings: list[str] = []
         self.submitted = False
         self.cancelled = False
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Special tokens that its parser must see."""
+        return frozenset() if self.parsing is None else marks_of(self.parsing)
+
+    def settle(self, texts: Texts, prompt: Ids) -> None:
+        """See from the end of the prompt where the reasoning stands: begun, or over, so that a constraint is
+        in force at once."""
+        parsing = self.parsing
+        if parsing is None or not parsing.reasoning_format:
+            return
+        tail = "".join(texts.describe(token)[0] for token in unpack(prompt)[-TAIL:].tolist())
+        state = state_of_prompt(tail)
+        if state == "open":
+            self.parsing = structs.replace(parsing, reasons=True)
+            if self.constraint is not None:
+                self.constraint = structs.replace(self.constraint, opening="")
+        elif state == "closed":
+            self.parsing = structs.replace(parsing, reasoning_format="", reasons=False)
+            if self.constraint is not None:
+                self.constraint = structs.replace(self.constraint, after="", opening="")
 
     def read(self, texts: Texts, message: PromptRead) -> Read:
         """What was read of the prompt, for the server."""
@@ -201,7 +297,14 @@ class Request:
         stop_ids = frozenset(params.stop_token_ids) | frozenset([] if params.ignore_eos else eos_ids)
         stops = StopStrings(params.stop) if params.stop else None
         piece = self._piece(interval)
-        return [Choice(self, index, texts, stop_ids, stops, piece) for index in range(params.n)]
+        return [
+            Choice(self, index, texts, stop_ids, stops, piece, self._parser()) for index in range(params.n)
+        ]
+
+    def _parser(self) -> OutputParser | None:
+        parsing = self.parsing
+        tells = parsing is not None and bool(parsing.tool_format or parsing.reasoning_format)
+        return OutputParser(parsing, parsing.reasons) if parsing is not None and tells else None
 
     def _piece(self, interval: int) -> int:
         """Tokens that a chunk waits for: with their logprobs they are no more than a frame."""

@@ -39,19 +39,28 @@ class Vocabulary:
         self._byte_tokens = self._fallback_bytes() if "ByteFallback" in kinds else {}
         self._described: dict[int, tuple[str, bytes]] = {}
         self._anchor = None if self.byte_level else self._find_anchor()
-        hidden = {True: self.special, False: frozenset[int]()}
-        self._pieces = {skip: Pieces(self._level_bytes, ids) for skip, ids in hidden.items()}
-        byte_tokens, unfinished = frozenset(self._byte_tokens), "ByteLevel" in kinds
-        self._windows = {
-            skip: Windows(self._decode, self._knows, ids, byte_tokens, unfinished)
-            for skip, ids in hidden.items()
-        }
+        self._unfinished = "ByteLevel" in kinds
+        # By the ids that are not shown: all that streams of one kind share.
+        self._pieces: dict[frozenset[int], Pieces] = {}
+        self._windows: dict[frozenset[int], Windows] = {}
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
-        """The text of a new choice."""
+    def stream(self, skip_special_tokens: bool, shown: frozenset[str] = frozenset()) -> TextStream:
+        """The text of a new choice; of special tokens that are skipped, those in `shown` are not."""
+        hidden = self._hidden(skip_special_tokens, shown)
         if self.byte_level:
-            return ByteStream(self._pieces[skip_special_tokens])
-        return WindowStream(self._windows[skip_special_tokens])
+            if hidden not in self._pieces:
+                self._pieces[hidden] = Pieces(self._level_bytes, hidden)
+            return ByteStream(self._pieces[hidden])
+        if hidden not in self._windows:
+            byte_tokens = frozenset(self._byte_tokens)
+            self._windows[hidden] = Windows(self._decode, self._knows, hidden, byte_tokens, self._unfinished)
+        return WindowStream(self._windows[hidden])
+
+    def _hidden(self, skip_special_tokens: bool, shown: frozenset[str]) -> frozenset[int]:
+        if not skip_special_tokens:
+            return frozenset()
+        ids = (self._tokenizer.token_to_id(text) for text in shown)
+        return self.special.difference(token for token in ids if token is not None)
 
     def describe(self, token: int) -> tuple[str, bytes]:
         """One token's text, with its leading space and special tokens shown, and its bytes."""

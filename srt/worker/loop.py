@@ -8,25 +8,30 @@ from sapwood.kernels import machine, native
 from sapwood.srt import log
 from sapwood.srt.channel import Inbox, Outbox
 from sapwood.srt.config import Config, ModelSource
-from sapwood.srt.errors import ConfigError, Overloaded
+from sapwood.srt.errors import BadRequest, ConfigError, Overloaded
+from sapwood.srt.grammar.engine import Engine
 from sapwood.srt.lifeline import Lifeline
 from sapwood.srt.loader.kept_weights import KeptWeights
 from sapwood.srt.loader.packaged import cache_folder
 from sapwood.srt.loader.weights import Weights, open_weights
-from sapwood.srt.messages import Step, WorkerReady
+from sapwood.srt.messages import DropGrammars, GrammarLoaded, LoadGrammar, Step, StepResult, WorkerReady
 from sapwood.srt.models.decoder import Decoder
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.weights import Storage
 from sapwood.srt.orders import Boot
 from sapwood.srt.worker.attention.reference import ReferenceForward
+from sapwood.srt.worker.constraints import Constraints
 from sapwood.srt.worker.fused import FusedForward
+from sapwood.srt.worker.grammars import Grammars
 from sapwood.srt.worker.kv_pool import KvPool, choose_dtype, choose_slots, slot_bytes
 from sapwood.srt.worker.runner import Runner
 from sapwood.srt.worker.token_pool import TokenPool
 
 
-def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, dict[str, str]]:
-    """Load the model and make its pool; the facts say what was chosen, and why."""
+def make_runner(
+    config: Config, source: ModelSource, grammars: Grammars | None = None
+) -> tuple[Runner, KvPool, dict[str, str]]:
+    """Load the model and make its pool; the facts say what was chosen, and why. Rows may have `grammars`."""
     threads, why_threads = machine.choose_threads()
     if config.num_threads is not None:
         threads, why_threads = config.num_threads, f"as asked; chosen would be {threads}"
@@ -58,7 +63,22 @@ def make_runner(config: Config, source: ModelSource) -> tuple[Runner, KvPool, di
         "kv pool": f"{num_slots} slots of {each} bytes ({kv_dtype}), {why}".replace("torch.", ""),
         "attention": backend,
     }
-    return Runner(decoder, forward, tokens), pool, facts
+    constraints = Constraints(grammars or make_grammars(source), threads)
+    return Runner(decoder, forward, tokens, constraints), pool, facts
+
+
+def make_grammars(source: ModelSource) -> Grammars:
+    """Those of the model's tokenizer; their masks are as wide as its logits."""
+
+    def make_engine() -> Engine:
+        if source.tokenizer_file is None:
+            raise BadRequest("constraints need a tokenizer.json, which this model does not have")
+        try:
+            return Engine(source.tokenizer_file, spec_of(source.config).vocab, source.eos_ids)
+        except ValueError as e:
+            raise BadRequest(f"constraints do not work with this model's tokenizer: {e}") from None
+
+    return Grammars(make_engine)
 
 
 def _load(config: Config, source: ModelSource) -> tuple[Decoder, Weights, str, int]:
@@ -86,12 +106,31 @@ def main(boot: Boot, lifeline: Lifeline) -> None:
     logger = log.set_up("worker", boot.config.log_level, boot.config.log_format)
     inbox = Inbox(boot.directory, "worker", boot.index)
     scheduler = Outbox(boot.directory, "scheduler")
-    runner, pool, facts = make_runner(boot.config, boot.source)
+    grammars = make_grammars(boot.source)
+    grammars.start()
+    inbox.watch(grammars.fileno())
+    runner, pool, facts = make_runner(boot.config, boot.source, grammars)
     scheduler.send(WorkerReady(pool.num_slots, boot.index))
     lifeline.ready(facts)
     logger.debug("ready")
     while True:
-        for step in inbox.receive(None):
-            assert isinstance(step, Step)
-            if not scheduler.send(runner.run(step)):
-                raise Overloaded("the scheduler does not take results")
+        turn(inbox, scheduler, runner, grammars)
+
+
+def turn(inbox: Inbox, scheduler: Outbox, runner: Runner, grammars: Grammars) -> None:
+    """Wait for messages, or for grammars that are loaded, and answer what there is."""
+    for message in inbox.receive(None):
+        if isinstance(message, LoadGrammar):
+            grammars.load(message)
+        elif isinstance(message, DropGrammars):
+            grammars.drop(message.keys)
+        else:
+            assert isinstance(message, Step)
+            _send(scheduler, runner.run(message))
+    if loaded := grammars.finished():
+        _send(scheduler, *loaded)
+
+
+def _send(scheduler: Outbox, *answers: StepResult | GrammarLoaded) -> None:
+    if not scheduler.send(*answers):
+        raise Overloaded("the scheduler does not take results")

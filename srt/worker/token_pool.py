@@ -62,7 +62,7 @@ class TokenPool:
         """Further ids whose logprobs a row wants at every place."""
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
-        self._eos_ids = eos_ids
+        self.eos_ids = np.array(sorted(eos_ids), dtype=np.int32)
 
     def release(self, rows: npt.NDArray[np.int32]) -> None:
         """Forget what is kept of rows that have been given up."""
@@ -118,7 +118,7 @@ class TokenPool:
             change.prompt_seen[ids[: start.prompt_len]] = 1
             np.add.at(change.output_counts, ids[start.prompt_len :], 1)
         if params.min_tokens:
-            change.banned = np.array(sorted({*self._eos_ids, *params.stop_token_ids}), dtype=np.int32)
+            change.banned = np.array(sorted({*self.eos_ids.tolist(), *params.stop_token_ids}), dtype=np.int32)
         self.changes[row] = change
         self.change[row] = change.fields
         self.penalties[row] = change.penalties

@@ -101,27 +101,37 @@ BODIES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "/v1/completions": (
         [{"prompt": "x", "n": 128, "temperature": 100, "top_k": -1, "stop": ["a"], "logprobs": 0},
          {"prompt": "x", "logit_bias": {"5": -100}, "stop": "a", "stream_options": None, "max_tokens": 0},
-         {"prompt": "x", "response_format": {"type": "text"}, "model": "", "stop_token_ids": [999]}],
+         {"prompt": "x", "response_format": {"type": "text"}, "model": "", "stop_token_ids": [999]},
+         {"prompt": "x", "response_format": {"type": "json_object"}, "json_whitespace": 64},
+         {"prompt": "x", "guided_json": {"type": "object"}, "regex": None},
+         {"prompt": "x", "structured_outputs": {"choice": ["a"]}}],
         [{"prompt": "x", **wrong} for wrong in (
             {"n": 0}, {"n": 129}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -2},
             {"min_p": 2},
             {"stop": ""}, {"stop": [""]}, {"stop": ["a"] * 17}, {"logit_bias": {"x": 1}}, {"max_tokens": -1},
             {"logit_bias": {"5": 101}}, {"stop_token_ids": [1000]}, {"logprobs": 21}, {"timeout": 0},
-            {"response_format": {"type": "json_object"}}, {"stream_options": {}}, {"seed": 2**63},
+            {"response_format": {"type": "xyz"}}, {"response_format": {"type": "json_schema"}},
+            {"regex": "a", "guided_regex": "a"}, {"choices": []}, {"json_schema": 5},
+            {"structured_outputs": {"xyz": 1}}, {"json_schema": {}, "json_whitespace": 65},
+            {"stream_options": {}}, {"seed": 2**63},
             {"repetition_penalty": 0}, {"presence_penalty": 2.5}, {"prompt_logprobs": -1},
         )] + [{"prompt": []}, {"prompt": [5, "x"]}, {"prompt": [[]]}],
     ),
     "/v1/chat/completions": (
         [{"messages": CHAT, "logprobs": True, "top_logprobs": 20}, {"messages": [{"role": "assistant"}]},
-         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_tokens": 1}],
+         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_tokens": 1},
+         {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+         {"messages": CHAT, "tools": [], "tool_choice": "auto"}],
         [{"messages": CHAT, **wrong} for wrong in (
             {"top_logprobs": 1}, {"max_tokens": 0}, {"max_completion_tokens": 0}, {"stream_options": {}},
+            {"tools": [{"type": "function", "function": {}}]}, {"tool_choice": "xyz"},
         )] + [{"messages": [{"role": "assistant", "tool_calls": [{}]}]}],
     ),
     "/generate": (
         [{"text": "x"}, {"input_ids": [5]}, {"input_ids": [[5]], "text": None}],
         [{}, {"text": "x", "input_ids": [5]}, {"input_ids": []}, {"input_ids": [[5], 6]},
-         {"text": "x", "sampling_params": {"max_new_tokens": -1}}],
+         {"text": "x", "sampling_params": {"max_new_tokens": -1}},
+         {"text": "x", "sampling_params": {"ebnf": "root ::= 'a'", "json_schema": "{}"}}],
     ),
 }  # fmt: skip
 

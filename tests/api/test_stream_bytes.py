@@ -11,8 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from sapwood.srt.messages import Chunk as OneChunk
-from sapwood.srt.messages import Generate, Message, TextLogprob, pack
+from sapwood.srt.messages import Chunk as OneChunk, Generate, Message, TextLogprob, pack
 from sapwood.srt.server.answers import ChatChunk, Completion, Mould
 from tests.api.scripted import Harness, answer, client
 from tests.api.test_chat import ASK

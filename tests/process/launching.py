@@ -21,7 +21,8 @@ import sapwood
 ROLES_FOLDER = Path(__file__).parent / "roles"
 ROOT = Path(sapwood.__file__).resolve().parent.parent
 IDLE = {
-    "server": "role_server", "tokenizer": "role_idle", "scheduler": "role_idle", "worker": "role_idle",
+    "server": "role_server", "tokenizer": "role_idle", "grammar": "role_idle", "scheduler": "role_idle",
+    "worker": "role_idle",
 }  # fmt: skip
 PATIENCE = 20.0
 

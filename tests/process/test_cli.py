@@ -289,7 +289,7 @@ def test_what_is_not_installed_is_named_with_its_remedy() -> None:
         (["serve", "--max-model-length", "5"], "--max-model-len"),
         (["serve", "--enable-lora"], "--enable-lora is refused: adapters (LoRA) are not there yet"),
         (["serve", "--max-num-seqs", "4", "--max-running-requests", "5"], "contradict each other"),
-        (["chat", "--speculative-algorithm", "EAGLE"], "speculative decoding is not there yet"),
+        (["chat", "--speculative-algorithm", "EAGLE"], "not from a second model"),
         (["batch", "a", "b", "--urll", "x"], "--url"),
         (["generate", "hi", "there"], "unknown argument there"),
     ],

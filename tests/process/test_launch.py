@@ -16,7 +16,7 @@ from tests.process.launching import Serving, Telling, eventually
 def test_ready_is_told_with_what_every_process_chose(launch: Callable[..., Serving]) -> None:
     serving = launch(config={"tokenizer_workers": 2}).ready()
     roles = sorted(p.cmdline()[4] for p in serving.alive() if "sapwood.srt.lifeline" in p.cmdline())
-    assert roles == ["scheduler", "server", "tokenizer", "tokenizer", "worker"]
+    assert roles == ["grammar", "scheduler", "server", "tokenizer", "tokenizer", "worker"]
     for fact in (
         "worker 0",
         "scheduler 0",
@@ -34,7 +34,7 @@ def test_ready_is_told_with_what_every_process_chose(launch: Callable[..., Servi
     assert told["facts"]["worker 0"] == "idle"
 
 
-@pytest.mark.parametrize("role", ["worker", "scheduler", "tokenizer", "server"])
+@pytest.mark.parametrize("role", ["worker", "scheduler", "tokenizer", "grammar", "server"])
 def test_a_killed_process_ends_the_whole(launch: Callable[..., Serving], role: str) -> None:
     serving = launch().ready()
     client = serving.connect()
@@ -221,7 +221,7 @@ def test_nothing_outlives_a_killed_launcher(launch: Callable[..., Serving], when
     )
     if when == "loading":
         assert serving.prints("worker loads")
-        assert eventually(lambda: len(serving.alive()) == 5)
+        assert eventually(lambda: len(serving.alive()) == 6)
     else:
         serving.ready()
     client = serving.connect() if when == "idle" else None

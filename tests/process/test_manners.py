@@ -19,7 +19,7 @@ def test_an_idle_server_wakes_rarely_and_takes_less_than_a_hundredth_of_a_core(t
     with serve(tiny_llama(tmp_path / "model"), tmp_path, num_threads=2, max_total_tokens=512) as server:
         server.generate([3, 4, 5], max_new_tokens=20)
         found = {role_of(pid): of for pid, of in idle(tree(server.launcher.pid), 4.0).items()}
-    assert {"launcher", "server", "tokenizer", "scheduler", "worker"} <= set(found)
+    assert {"launcher", "server", "tokenizer", "grammar", "engine", "scheduler", "worker"} <= set(found)
     assert sum(wakes for _, wakes in found.values()) < WAKES_PER_SECOND, found
     assert sum(milliseconds for milliseconds, _ in found.values()) < 10, found
 

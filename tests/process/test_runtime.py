@@ -232,7 +232,7 @@ def test_a_death_is_told(own: tuple[Runtime, dict[int, str]]) -> None:
 
 def test_shutting_down_ends_all(own: tuple[Runtime, dict[int, str]]) -> None:
     runtime, roles = own
-    assert len(roles) == 4
+    assert len(roles) == 5
     runtime.shutdown()
     runtime.shutdown()
     assert not roles.keys() & children().keys()

@@ -14,7 +14,7 @@ import pytest
 
 from bench import scheduler
 from sapwood.srt.cache import radix, slots
-from sapwood.srt.scheduler import ends, intake, lines, results
+from sapwood.srt.scheduler import ends, grammars, intake, lines, results, rows
 from tests.simulation.runs import Run, SimulationFailed, shrink
 
 SECONDS = 60.0
@@ -49,10 +49,16 @@ def test_a_seed_decides_everything() -> None:
 def test_seeds_cover_what_they_are_for() -> None:
     """Retraction and every kind of message, end and error are met within the first seeds."""
     log: list[str] = []
-    retracted = sum(Run(seed).go(thorough=False, log=log.append).retracted for seed in range(FLOOR))
+    outcomes = [Run(seed).go(thorough=False, log=log.append) for seed in range(FLOOR)]
     said = "\n".join(log)
-    assert retracted > 20
+    assert sum(outcome.retracted for outcome in outcomes) > 20
+    kept, drafted = (sum(getattr(each, name) for each in outcomes) for name in ("accepted", "drafted"))
+    assert 100 < kept < drafted - 100
     for what in (
+        "LoadGrammar(",
+        "DropGrammars(",
+        "bad_grammar",
+        "grammars={",
         "Refused(",
         "StopAt(",
         "Cancel(",
@@ -133,13 +139,57 @@ def wrong_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radix.RadixTree, "match", broken)
 
 
+def go_on_beside_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any) -> Any:
+        return np.flatnonzero(self.active & self.sampled & (self.length + self.inflight < self.limit))
+
+    monkeypatch.setattr(rows.Rows, "decoding", broken)
+
+
+def forget_where_grammars_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_with_grammars", lambda state, sent, result, ended: ended)
+
+
+def begin_without_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = grammars.Grammars.join
+
+    def broken(self: Any, request: Any) -> None:
+        join(self, request)
+        request.loading = False
+
+    monkeypatch.setattr(grammars.Grammars, "join", broken)
+
+
+def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a draft one token too few is given back."""
+    verified = results._verified
+
+    def broken(state: Any, sent: Any, i: int, ids: Any, *more: Any) -> Any:
+        sent.ends[i] -= len(ids) == 1
+        return verified(state, sent, i, ids, *more)
+
+    monkeypatch.setattr(results, "_verified", broken)
+
+
 def never_mind_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines.Line, "first", lambda self: self._best())
 
 
 @pytest.mark.parametrize(
     "sabotage",
-    [lose_a_slot, keep_a_lock, stop_one_late, end_twice, forget_an_end, wrong_slots, never_mind_age],
+    [
+        lose_a_slot,
+        keep_a_lock,
+        stop_one_late,
+        end_twice,
+        forget_an_end,
+        wrong_slots,
+        never_mind_age,
+        go_on_beside_a_draft,
+        forget_where_grammars_end,
+        begin_without_the_grammar,
+        keep_a_rejected_slot,
+    ],
 )
 def test_a_fault_is_found(sabotage: Callable[[pytest.MonkeyPatch], None]) -> None:
     """What is broken on purpose is seen within a few seeds, with the command that repeats it."""

@@ -42,3 +42,12 @@ def test_the_workloads_are_what_they_are_for() -> None:
         assert cached > 400, name
     admitted = [start for step in steps["overload"] for start in step.admitted]
     assert len(admitted) > len({(start.seed, start.choice) for start in admitted}), "nothing was retracted"
+
+
+def test_drafts_and_grammars_are_recorded() -> None:
+    for name in ("drafts", "grammars"):
+        sent = [each for turn in load(FOLDER / f"{name}.trace").turns for each in messages.decode(turn.steps)]
+        drafts = sum(bool(step.drafts) for step in sent if isinstance(step, messages.Step))
+        loads = sum(isinstance(each, messages.LoadGrammar) for each in sent)
+        assert drafts > 15, name
+        assert (loads > 3) == (name == "grammars")

@@ -19,6 +19,7 @@ import msgspec
 import psutil
 import pytest
 
+from sapwood.srt import bounded, bounded_child
 from sapwood.srt.errors import BadRequest, ModelError, Unavailable
 from sapwood.srt.tokenizer import isolation, render_child
 from sapwood.srt.tokenizer.isolation import IsolatedTemplate
@@ -99,9 +100,9 @@ def test_the_next_chat_renders(what: str) -> None:
         with pytest.raises(BadRequest):
             isolated.render([{"role": "user", "content": "bad"}])
         assert isolated.render(CHAT) == "ok"
-    kept = isolated._idle[0]._process.pid
+    kept = isolated._idle[0].process.pid
     assert isolated.render(CHAT) == "ok"
-    assert isolated._idle[0]._process.pid == kept
+    assert isolated._idle[0].process.pid == kept
     isolated.close()
     assert not psutil.pid_exists(kept)
 
@@ -109,10 +110,10 @@ def test_the_next_chat_renders(what: str) -> None:
 def test_a_large_parent_does_not_make_its_processes_short_lived() -> None:
     ballast = bytearray(b"x" * (300 * 2**20))
     isolated = IsolatedTemplate("ok", {})
-    kept = isolated._idle[0]._process.pid
+    kept = isolated._idle[0].process.pid
     for _ in range(3):
         assert isolated.render(CHAT) == "ok"
-        assert isolated._idle[0]._process.pid == kept
+        assert isolated._idle[0].process.pid == kept
     isolated.close()
     assert ballast
 
@@ -147,7 +148,7 @@ def test_a_stuck_template_holds_up_no_other_thread() -> None:
 def test_a_process_that_dies_costs_one_chat_at_most(number: int) -> None:
     isolated = IsolatedTemplate("ok", {})
     for _ in range(2):
-        process = isolated._idle[0]._process
+        process = isolated._idle[0].process._process
         os.kill(process.pid, number)
         process.wait()
         assert isolated.render(CHAT) == "ok"
@@ -157,7 +158,7 @@ def test_a_process_that_dies_costs_one_chat_at_most(number: int) -> None:
 def test_a_process_that_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "WALL_SECONDS", 3.0)
     isolated = IsolatedTemplate("ok", {})
-    stopped = isolated._idle[0]._process
+    stopped = isolated._idle[0].process._process
     os.kill(stopped.pid, signal.SIGSTOP)
     with pytest.raises(BadRequest, match="more than 3 s"):
         isolated.render(CHAT)
@@ -180,7 +181,7 @@ def test_no_process_to_be_had_is_a_503(monkeypatch: pytest.MonkeyPatch, what: st
     mine = psutil.Process()
     before = mine.num_fds()
     with monkeypatch.context() as patch:
-        patch.setattr(f"{isolation.__name__}.{what}", refuse)
+        patch.setattr(f"{bounded.__name__}.{what}", refuse)
         with pytest.raises(Unavailable) as caught:
             isolated.render(CHAT)
     assert caught.value.status == 503
@@ -195,7 +196,7 @@ def test_a_later_process_that_cannot_begin_is_a_503(monkeypatch: pytest.MonkeyPa
     isolated = IsolatedTemplate("ok", {})
     isolated._idle.pop().kill()
     with monkeypatch.context() as patch:
-        patch.setattr(isolation.sys, "executable", "/bin/false")
+        patch.setattr(bounded.sys, "executable", "/bin/false")
         with pytest.raises(Unavailable):
             isolated.render(CHAT)
         with pytest.raises(ModelError):
@@ -206,7 +207,7 @@ def test_a_later_process_that_cannot_begin_is_a_503(monkeypatch: pytest.MonkeyPa
 
 def test_its_processes_end_with_it() -> None:
     isolated = IsolatedTemplate("ok", {})
-    pid = isolated._idle[0]._process.pid
+    pid = isolated._idle[0].process.pid
     assert psutil.pid_exists(pid)
     del isolated
     assert not psutil.pid_exists(pid)
@@ -218,7 +219,7 @@ def test_it_has_no_secret_and_little_else() -> None:
         isolated = IsolatedTemplate("ok", {})
     finally:
         del os.environ["SAPWOOD_TEST_SECRET"]
-    process = psutil.Process(isolated._idle[0]._process.pid)
+    process = psutil.Process(isolated._idle[0].process.pid)
     assert not any("SECRET" in name for name in process.environ())
     assert not process.net_connections("inet")
     loaded = " ".join(m.path for m in process.memory_maps())
@@ -323,7 +324,7 @@ def test_a_large_chat_renders_and_its_memory_goes_back() -> None:
     assert isolated.render(isolated.prepare([{"role": "user", "content": text}])) == text
     assert isolated.render(CHAT) == "hi"
     for process in isolated._idle:
-        assert psutil.Process(process._process.pid).memory_info().rss < 140 * 2**20
+        assert psutil.Process(process.process.pid).memory_info().rss < 140 * 2**20
     isolated.close()
 
 
@@ -357,7 +358,7 @@ def test_a_rendering_can_be_broken_off(end: str) -> None:
         thread.start()
     while len(isolated._busy) < 2:
         time.sleep(0.001)
-    children = [process._process.pid for process in isolated._busy]
+    children = [process.process.pid for process in isolated._busy]
     if end == "stop":
         isolated.stop(object())
         isolated.stop(bad)
@@ -399,7 +400,7 @@ def test_a_process_ends_with_its_parent_amid_a_rendering_and_says_nothing() -> N
         "import sys, threading, time\n"
         "from sapwood.srt.tokenizer.isolation import IsolatedTemplate\n"
         "isolated = IsolatedTemplate(sys.argv[1], {}, 15.0)\n"
-        "print(isolated._idle[0]._process.pid, flush=True)\n"
+        "print(isolated._idle[0].process.pid, flush=True)\n"
         "chat = [{'role': 'user', 'content': ''}]\n"
         "threading.Thread(target=isolated.render, args=(chat,), daemon=True).start()\n"
         "time.sleep(60)\n"
@@ -410,7 +411,7 @@ def test_a_process_ends_with_its_parent_amid_a_rendering_and_says_nothing() -> N
             [sys.executable, "-c", code, source],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=isolation._environment(),
+            env=bounded.environment(),
         )
         with parent:
             assert parent.stdout is not None
@@ -436,14 +437,14 @@ def test_a_process_whose_parent_hangs_up_first_says_nothing(answers: int) -> Non
             [sys.executable, "-P", "-m", render_child.__name__, str(os.getpid())],
             stdin=theirs.fileno(),
             stderr=subprocess.PIPE,
-            env=isolation._environment(),
+            env=bounded.environment(),
         )
         theirs.close()
-        render_child.send(ours, msgspec.msgpack.encode(render_child.Setup("ok", {}, 1.0)))
+        bounded_child.send(ours, msgspec.msgpack.encode(render_child.Setup("ok", {}, 1.0)))
         if answers:
-            assert render_child.read(ours) is not None
+            assert bounded_child.read(ours) is not None
             job = render_child.Job(CHAT, True, False, {}, None)
-            render_child.send(ours, msgspec.msgpack.encode(job))
+            bounded_child.send(ours, msgspec.msgpack.encode(job))
     _, said = child.communicate(timeout=20)
     assert (child.returncode, said) == (0, b"")
 
@@ -452,7 +453,7 @@ def test_a_process_that_is_another_ones_does_not_begin() -> None:
     """Its parent has ended before it could ask to end with it."""
     child = subprocess.run(
         [sys.executable, "-P", "-m", render_child.__name__, "1"],
-        capture_output=True, env=isolation._environment(), timeout=20, check=True,
+        capture_output=True, env=bounded.environment(), timeout=20, check=True,
     )  # fmt: skip
     assert (child.stdout, child.stderr) == (b"", b"")
 
@@ -463,14 +464,14 @@ def test_a_process_does_not_outlive_its_parent() -> None:
         "import sys, threading, time\n"
         "from sapwood.srt.tokenizer.isolation import IsolatedTemplate\n"
         "isolated = IsolatedTemplate(sys.argv[1], {}, 1.0)\n"
-        "print(isolated._idle[0]._process.pid, flush=True)\n"
+        "print(isolated._idle[0].process.pid, flush=True)\n"
         "chat = [{'role': 'user', 'content': ''}]\n"
         "threading.Thread(target=isolated.render, args=(chat,), daemon=True).start()\n"
         "time.sleep(60)\n"
     )
     for source in ("ok", GREEDY["nested lists"]):
         parent = subprocess.Popen(
-            [sys.executable, "-c", code, source], stdout=subprocess.PIPE, env=isolation._environment()
+            [sys.executable, "-c", code, source], stdout=subprocess.PIPE, env=bounded.environment()
         )
         with parent:
             assert parent.stdout is not None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from sapwood.srt.messages import Done
 from tests.simulation.clients import Client, check_logprobs
+from tests.simulation.rules import Rules
 from tests.simulation.scenario import Arrival
 from tests.simulation.worker import EOS, chain, expected, expected_reads
 
@@ -53,7 +54,8 @@ def check_answer(asked: Asked) -> None:
         done, output = client.done[choice], client.output[choice]
         want: list[int] = []
         if client.draws is not None:
-            want = expected(prompt, params, client.draws, choice, asked.limit - len(prompt))
+            room, grammar = asked.limit - len(prompt), client.submit.grammar
+            want = expected(prompt, params, client.draws, choice, room, grammar)
         where = f"choice {choice} of {client.submit.rid}"
         assert output == want[: len(output)], f"{where}: {output} is not how {want} begins"
         _check_end(asked, done, output, want, where)
@@ -93,16 +95,26 @@ def _check_refusal(asked: Asked, length: int) -> None:
 def _check_end(asked: Asked, done: Done, output: list[int], want: list[int], where: str) -> None:
     params = asked.client.submit.params
     what = f"{where}: {done}, after {len(output)} of {len(want)} tokens"
+    submit = asked.client.submit
+    rules = Rules.of(submit.grammar.text) if submit.grammar is not None and params.max_tokens != 0 else None
+    if rules is None or done.reason == "error":
+        over = False
+    else:
+        over = rules.ended(done.n)
+    assert 0 <= done.accepted <= done.drafted, what
     match done.reason:
         case "length":
             assert asked.client.draws is not None, what
             assert done.n == len(output) == len(want), what
             assert done.matched is None, what
+            assert not over, what
             assert not want or not _ends(want[-1], asked), what
         case "stop" if done.matched is not None:
             assert done.n == len(output) == len(want), what
             assert done.matched == want[-1], what
             assert _ends(want[-1], asked), what
+        case "stop" if over:
+            assert done.n == len(output) == len(want), what
         case "stop":
             assert done.n == asked.stopped.get(done.choice), what
             assert done.n <= len(output), what
@@ -117,6 +129,10 @@ def _check_end(asked: Asked, done: Done, output: list[int], want: list[int], whe
                     assert asked.failed, what
                 case "process_died" | "internal_error":
                     assert asked.lost, what
+                case "bad_grammar":
+                    assert rules is not None, what
+                    assert rules.bad, what
+                    assert asked.client.admitted is None, what
                 case "queue_timeout":
                     assert asked.patience is not None, what
                     assert asked.client.admitted is None, what
@@ -127,4 +143,5 @@ def _check_end(asked: Asked, done: Done, output: list[int], want: list[int], whe
 
 def _ends(token: int, asked: Asked) -> bool:
     params = asked.client.submit.params
-    return (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
+    grammar = asked.client.submit.grammar if params.max_tokens != 0 else None
+    return (token == EOS and not (params.ignore_eos and grammar is None)) or token in params.stop_token_ids

@@ -45,8 +45,15 @@ def _check_rows(state: State) -> None:
         seated, done, planned = int(rows.seated[row]), int(rows.done[row]), int(rows.planned[row])
         length, inflight = int(rows.length[row]), int(rows.inflight[row])
         limit = int(rows.limit[row])
-        assert seated <= done <= planned <= length + inflight, f"row {row}: {done} {planned} {length}"
-        assert length + inflight <= max(limit, len(sequence.request.prompt)), f"row {row} is beyond its end"
+        drafts = int(rows.proposed[row])
+        assert seated <= done <= planned <= length + inflight + drafts, (
+            f"row {row}: {done} {planned} {length}"
+        )
+        assert length + inflight + drafts <= max(limit, len(sequence.request.prompt)), (
+            f"row {row} is beyond its end"
+        )
+        assert not drafts or (rows.waits[row] and inflight == 1), f"row {row} has drafts and goes on"
+        assert not sequence.request.loading, f"row {row} has no grammar yet"
         assert rows.node[row].depth <= planned, f"row {row} has locked more than it has"
     waiting = {key for key, sequence in state.sequences.items() if sequence.row < 0}
     assert waiting == set(state.waiting), "who has no row does not wait, or the other way round"

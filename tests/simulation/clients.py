@@ -84,7 +84,10 @@ class Client:
         assert len(self.submit.ids) // 4 == start.prompt_len
         assert self.draws in (None, start.seed), "a request's seed has changed"
         self.draws = start.seed
-        if start.params.penalised or start.read_from >= 0:
+        grammar = self.submit.grammar if start.params.max_tokens != 0 else None
+        assert start.grammar.startswith(grammar.key if grammar is not None else b"")
+        assert bool(start.grammar) == (grammar is not None)
+        if start.params.penalised or start.read_from >= 0 or grammar is not None:
             output = self.output.get(start.choice, [])
             assert start.history == self.submit.ids + messages.pack(output), "another history"
         else:

@@ -6,10 +6,11 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sapwood.srt import messages
-from sapwood.srt.messages import RowStart, Step
+from sapwood.srt.messages import DropGrammars, LoadGrammar, RowStart, Step
 from tests.simulation.answers import Asked
 from tests.simulation.clock import Channel, Clock
 from tests.simulation.scenario import STEP, Scenario
@@ -82,7 +83,7 @@ class Machine:
         self._model.fails = self._fails
         self._first_step = first_step
         self._keys: dict[int, int] = {}
-        self._waiting: deque[Step] = deque()
+        self._waiting: deque[Any] = deque()
         generation = self._generation
         self.links[generation] = self._channel(lambda frame: self._receive(generation, frame))
         self._results = self._channel(lambda frame: self._take(*messages.decode(frame)))
@@ -90,13 +91,28 @@ class Machine:
     def _receive(self, generation: int, frame: bytes) -> None:
         if generation != self._generation:
             return
+        idle = not self._waiting
         self._waiting += messages.decode(frame)
-        if len(self._waiting) == 1:
+        if idle:
             self._start()
 
     def _start(self) -> None:
+        """Do what takes no time, and begin with the next step."""
         generation = self._generation
+        while self._waiting and not isinstance(self._waiting[0], Step):
+            order = self._waiting.popleft()
+            if isinstance(order, LoadGrammar):
+                self._clock.after(self._pause(), partial(self._loaded, generation, order))
+            else:
+                assert isinstance(order, DropGrammars)
+                self._model.drop(order)
+        if not self._waiting:
+            return
         self._clock.after(STEP * self._rng.uniform(0.2, 1.8), lambda: self._done(generation))
+
+    def _loaded(self, generation: int, order: LoadGrammar) -> None:
+        if generation == self._generation:
+            self._results.send(messages.encode([self._model.load(order)]))
 
     def _done(self, generation: int) -> None:
         if generation != self._generation:

@@ -23,6 +23,8 @@ class Outcome:
     steps: int
     tokens: int
     retracted: int
+    drafted: int
+    accepted: int
     seconds: float
     worst: float
 
@@ -82,6 +84,8 @@ class Run:
             steps=counters.steps,
             tokens=simulation.senders.tokens,
             retracted=counters.retracted,
+            drafted=counters.drafted_tokens,
+            accepted=counters.accepted_tokens,
             seconds=time.perf_counter() - began,
             worst=simulation.worst,
         )

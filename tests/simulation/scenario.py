@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sapwood.srt.messages import Grammar
 from sapwood.srt.params import SamplingParams, Scheduling
 
 STEP = 0.01
@@ -40,13 +41,17 @@ class Arrival:
     echo_stop: bool = False
     abort: Abort | None = None
     fails: int = 0
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The server and the kind of traffic. `gap` is the mean time between bursts of up to `burst` requests;
-    `chaos` scales how often something unexpected happens; so many prefixes are `listed` before all else.
-    The worker dies `deaths` times, the scheduler begins anew `rebuilds` times; `drain` ends what is left.
+    `chaos` scales how often something unexpected happens; so many prefixes are `listed` before all else. With
+    `repeats` requests come again, and are drawn with few seeds, some of which give few tokens, so that drafts
+    are kept; an `eager` scheduler proposes what does not pay, and keeps hardly any grammar. `grammars` is the
+    share of requests that have one. The worker dies `deaths` times, the scheduler begins anew `rebuilds`
+    times; `drain` ends what is left.
     """
 
     options: dict[str, Any]
@@ -65,6 +70,9 @@ class Shape:
     deaths: int = 0
     rebuilds: int = 0
     listed: int = 0
+    repeats: bool = False
+    eager: bool = False
+    grammars: float = 0.0
     drain: bool = False
 
 

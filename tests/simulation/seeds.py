@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 from tests.simulation.scenario import STEP, Scenario, Shape
 from tests.simulation.traffic import Traffic
@@ -15,7 +17,7 @@ SHARINGS = ("families", "tree", "chat", "same", "cold", "short")
 def of_seed(seed: int, wide: bool = False) -> Scenario:
     """The scenario of a seed; a `wide` one has more rows and requests, and fewer accidents."""
     rng = random.Random(seed)
-    return fill(seed, _wide_shape(rng) if wide else _shape(rng))
+    return fill(seed, _with_drafts(seed, _wide_shape(rng) if wide else _shape(rng)))
 
 
 def fill(seed: int, shape: Shape) -> Scenario:
@@ -71,6 +73,27 @@ def _shape(rng: random.Random) -> Shape:
         rebuilds=rng.choice([0, 0, 0, 0, 0, 1]),
         drain=rng.random() < 0.15,
         listed=rng.choice([0, 0, 0, 1, 3]),
+    )
+
+
+def _with_drafts(seed: int, shape: Shape) -> Shape:
+    rng = random.Random(seed ^ 0xD2AF)
+    options: dict[str, Any] = {
+        "speculative_algorithm": rng.choice(["auto", "auto", "auto", "radix", "ngram", "none"]),
+        "speculative_num_draft_tokens": rng.choice([1, 4, 16, 16]),
+    }
+    eager = rng.random() < 0.5
+    if eager:
+        options["chunked_prefill_size"] = rng.choice([16, 64, -1])
+    return replace(
+        shape,
+        num_slots=shape.num_slots * (6 if eager and rng.random() < 0.7 else 1),
+        output=max(shape.output, 12) if eager else shape.output,
+        options=shape.options | options,
+        gap=shape.gap * (4 if eager else 1),
+        repeats=rng.random() < 0.6,
+        eager=eager,
+        grammars=rng.choice([0.0, 0.0, 0.3, 0.8]),
     )
 
 

@@ -119,7 +119,17 @@ class Senders:
         key = self._next_key[tokenizer]
         self._next_key[tokenizer] += params.n
         ids, now = messages.pack(self._prompt(arrival)), self._clock.now
-        submit = Submit(key, tokenizer, f"r{place}", ids, params, arrival.namespace, now, arrival.scheduling)
+        submit = Submit(
+            key,
+            tokenizer,
+            f"r{place}",
+            ids,
+            params,
+            arrival.namespace,
+            now,
+            arrival.scheduling,
+            arrival.grammar,
+        )
         asked = Asked(arrival, self._clients.open(submit))
         asked.patience = self._patience(arrival)
         self.asked[key] = self._by_place[place] = asked

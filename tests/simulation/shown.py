@@ -26,8 +26,10 @@ def shown(value: Any) -> str:
 
 def part(name: str, value: Any) -> str:
     """The field `name` of a message."""
-    if name == "keys":
+    if name == "keys" and isinstance(value, bytes):
         return str(np.frombuffer(value, "<i8").tolist())
+    if name == "keys" or (name in ("key", "grammar") and isinstance(value, bytes)):
+        return str(value)
     return value.hex() if name == "pooled" else shown(value)
 
 

@@ -20,6 +20,7 @@ from sapwood.srt.errors import SapwoodError
 from sapwood.srt.messages import Answer, Done, Step, Submit
 from sapwood.srt.scheduler.loop import Scheduler, make_state
 from sapwood.srt.scheduler.state import State
+from sapwood.srt.scheduler.step_cost import StepCost
 from tests.simulation import checks
 from tests.simulation.clients import Clients
 from tests.simulation.clock import Channel, Clock
@@ -37,8 +38,15 @@ class Turn:
 
     now: float
     inputs: list[Any]
-    steps: list[Step]
+    steps: list[Any]
     outputs: dict[int, list[Any]]
+
+
+class _Free(StepCost):
+    """Tokens cost next to nothing."""
+
+    def marginal(self, tokens: int) -> float:
+        return 0.001
 
 
 class Rebuild:
@@ -73,12 +81,17 @@ class Simulation:
         self._tap = tap
         self._rng = random.Random(scenario.seed ^ 0xC10C)
         state = make_state(make(**shape.options), model(shape.context), shape.num_slots, self._time)
-        self.scheduler = Scheduler(state, self._send_step)
+        if shape.eager:
+            state.drafts.gain_alone = state.drafts.gain_among_others = 0.0
+            state.drafts.cost = _Free()
+            state.grammars.most_unused = 1
+        self.scheduler = Scheduler(state, self._send)
         self._overtaking = Overtaking(state) if thorough else None
         self.senders = Senders(scenario, self.clock, self.clients, self.channel, self._take)
         self._machine = Machine(scenario, self.clock, self.channel, self._take, self.senders.asked)
         self._inbox: list[Any] = []
-        self._steps: list[Step] = []
+        self._steps: list[Any] = []
+        """And orders about grammars."""
         self._outputs: dict[int, list[Any]] = {}
         self._worker = 0
         """The number of the last worker of which the scheduler knows."""
@@ -184,9 +197,9 @@ class Simulation:
         if self._tap is not None and (batch or steps or outputs):
             self._tap(Turn(self.clock.now, batch, steps, outputs))
 
-    def _send_step(self, step: Step) -> bool:
+    def _send(self, step: Any) -> bool:
         self._say("scheduler ->", step)
-        for start in step.admitted:
+        for start in step.admitted if isinstance(step, Step) else ():
             client, choice = self.clients.choices[int(self.state.rows.key[start.row])]
             assert choice == start.choice
             client.check_start(start)

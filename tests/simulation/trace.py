@@ -43,7 +43,12 @@ class Trace(msgspec.Struct):
 
 def workloads() -> dict[str, Scenario]:
     """What is recorded, by name."""
-    options: dict[str, Any] = {"max_running_requests": 8, "chunked_prefill_size": 16, "random_seed": 1}
+    options: dict[str, Any] = {
+        "max_running_requests": 8,
+        "chunked_prefill_size": 16,
+        "random_seed": 1,
+        "speculative_algorithm": "none",
+    }
 
     def shape(requests: int, num_slots: int, **more: Any) -> Shape:
         chosen = {**options, **more.pop("options", {})}
@@ -58,6 +63,9 @@ def workloads() -> dict[str, Scenario]:
     for policy in ("fcfs", "dfs-weight", "lof", "priority", "fair"):
         chosen = {"schedule_policy": policy, "max_running_requests": 3}
         found[policy] = fill(4, shape(30, 300, burst=10, chaos=0.5, options=chosen))
+    drafting = {"speculative_algorithm": "auto"}
+    found["drafts"] = fill(5, shape(60, 1500, output=40, repeats=True, burst=1, options=drafting))
+    found["grammars"] = fill(6, shape(40, 600, output=40, grammars=0.7, chaos=0.5, options=drafting))
     return found
 
 
@@ -89,9 +97,9 @@ def difference(trace: Trace) -> str | None:
     now = 0.0
     config = make(**trace.options)
     state = make_state(config, model(trace.context), trace.num_slots, lambda: now)
-    steps: list[Step] = []
+    steps: list[Any] = []
 
-    def send(step: Step) -> bool:
+    def send(step: Any) -> bool:
         steps.append(step)
         return True
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from sapwood.srt.messages import Grammar
 from sapwood.srt.namespaces import LISTED
 from sapwood.srt.params import SamplingParams, Scheduling
+from tests.simulation.rules import Rules
 from tests.simulation.scenario import STEP, Abort, Arrival, Shape
 from tests.simulation.worker import VOCAB
 
@@ -21,6 +23,8 @@ class Traffic:
         self.families = [self._tokens(self.longest // 2) for _ in range(3)]
         self.listed = self._listed()
         self.segments: dict[tuple[int, ...], list[int]] = {}
+        self.asked: list[tuple[list[int], int, SamplingParams]] = []
+        self.grammars = [self._grammar() for _ in range(6)] if shape.grammars else []
 
     def arrivals(self) -> list[Arrival]:
         rng, shape = self.rng, self.shape
@@ -53,6 +57,10 @@ class Traffic:
         chaos = shape.chaos
         prompt, follows = self._prompt(i)
         params = self._params(len(prompt))
+        if shape.repeats:
+            if self.asked and rng.random() < 0.5:
+                prompt, follows, params = rng.choice(self.asked)
+            self.asked.append((prompt, follows, params))
         stops: dict[int, int] = {}
         if chaos and params.max_tokens != 0 and rng.random() < 0.25:
             stops = {c: min(1 + int(rng.expovariate(0.2)), self.longest) for c in range(params.n)}
@@ -68,7 +76,20 @@ class Traffic:
             echo_stop=rng.random() < 0.2,
             abort=self._abort() if rng.random() < 0.15 * chaos else None,
             fails=rng.randint(1, 6) if rng.random() < 0.03 * chaos else 0,
+            grammar=rng.choice(self.grammars) if shape.grammars and rng.random() < shape.grammars else None,
         )
+
+    def _grammar(self) -> Grammar:
+        """With forced text in some places, and an end in some."""
+        rng = self.rng
+        end = rng.choice([1, rng.randint(2, 40), 1000, 1000])
+        forced: dict[int, int] = {}
+        place = rng.choice([0, rng.randrange(6)])
+        while place < min(end, self.longest) and rng.random() < 0.9:
+            run = rng.choice([1, 2, 5, 12])
+            forced |= {at: rng.randrange(2, VOCAB) for at in range(place, place + run)}
+            place += run + rng.randint(1, 8)
+        return Rules(forced, rng.randint(0, 8), end, rng.random() < 0.1 * self.shape.chaos).grammar()
 
     def _prompt(self, i: int) -> tuple[list[int], int]:
         rng, longest = self.rng, self.longest
@@ -113,6 +134,8 @@ class Traffic:
             "repetition_penalty": rng.choice([1.0, 1.0, 1.0, 1.2]),
             "stop_token_ids": [rng.randrange(VOCAB)] if rng.random() < 0.1 else [],
         }
+        if self.shape.repeats:
+            wanted["seed"] = rng.choice([3, -1, -2])
         kind = rng.random()
         if kind < 0.08:
             wanted |= {"logprobs": 0, "logprob_start": rng.choice([0, 1, rng.randrange(60), length - 1])}

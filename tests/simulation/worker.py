@@ -2,7 +2,8 @@
 
 A slot holds the chain value of the prefix that ends in its token, and the next token is a function of that
 value, the seed, the choice and the position. So a wrong, stale or shared-by-mistake slot gives wrong tokens,
-as in a real model; `expected` is the answer without a scheduler.
+as in a real model; `expected` is the answer without a scheduler. With a seed below 0 there are few tokens, so
+that what is proposed is drawn now and then.
 """
 
 from __future__ import annotations
@@ -15,8 +16,21 @@ import numpy.typing as npt
 
 from sapwood.srt import messages
 from sapwood.srt.errors import ErrorInfo
-from sapwood.srt.messages import RowError, RowRead, RowStart, Step, StepResult, TokenLogprob
+from sapwood.srt.messages import (
+    DropGrammars,
+    Grammar,
+    GrammarLoaded,
+    GrammarState,
+    LoadGrammar,
+    RowError,
+    RowRead,
+    RowStart,
+    Step,
+    StepResult,
+    TokenLogprob,
+)
 from sapwood.srt.params import SamplingParams
+from tests.simulation.rules import Rules
 
 VOCAB = 50
 EOS = 1
@@ -29,11 +43,20 @@ def chain(previous: int, token: int) -> int:
 
 def draw(value: int, seed: int, choice: int, position: int) -> int:
     mixed = (value ^ (seed * 31 + choice * 17 + position * 13)) * 0x9E3779B97F4A7C15 & MASK
-    return int((mixed >> 20) % VOCAB)
+    token = int((mixed >> 20) % VOCAB)
+    return token if seed >= 0 or token == EOS else 2 + token % 2
 
 
-def expected(prompt: list[int], params: SamplingParams, seed: int, choice: int, room: int) -> list[int]:
+def expected(
+    prompt: list[int],
+    params: SamplingParams,
+    seed: int,
+    choice: int,
+    room: int,
+    grammar: Grammar | None = None,
+) -> list[int]:
     """The output tokens of a choice, computed plainly."""
+    rules = Rules.of(grammar.text) if grammar is not None and params.max_tokens != 0 else None
     value = 0
     for token in prompt:
         value = chain(value, token)
@@ -41,8 +64,12 @@ def expected(prompt: list[int], params: SamplingParams, seed: int, choice: int, 
     limit = room if params.max_tokens is None else min(room, params.max_tokens)
     while len(output) < limit:
         token = draw(value, seed, choice, len(prompt) + len(output))
+        if rules is not None:
+            token = rules.token(len(output), token)
         output.append(token)
-        if (token == EOS and not params.ignore_eos) or token in params.stop_token_ids:
+        if (token == EOS and not (params.ignore_eos and rules is None)) or token in params.stop_token_ids:
+            break
+        if rules is not None and rules.ended(len(output)):
             break
         value = chain(value, token)
     return output
@@ -112,6 +139,12 @@ class SimulatedWorker:
         self.table = np.zeros((rows, max_tokens + 2), dtype=np.int64)
         self.starts: dict[int, RowStart] = {}
         self.last: dict[int, int] = {}
+        self.next: dict[int, int] = {}
+        """By row: the next position to be computed."""
+        self.output: dict[int, int] = {}
+        """By row: how many output tokens it has drawn."""
+        self.grammars: dict[bytes, Rules] = {}
+        self.rules: dict[int, Rules] = {}
         self.unread: dict[int, int] = {}
         """By row: the next prompt index to be told."""
         self.sums: dict[int, list[int]] = {}
@@ -120,15 +153,31 @@ class SimulatedWorker:
         self.fail_rows: set[int] = set()
         self.fails: Callable[[RowStart], bool] = lambda start: False
 
+    def load(self, message: LoadGrammar) -> GrammarLoaded:
+        """Make a grammar ready, or say that it is none."""
+        assert message.key not in self.grammars, "a grammar was loaded twice"
+        rules = Rules.of(message.text)
+        if rules.bad:
+            return GrammarLoaded(message.key, ErrorInfo(400, "invalid_request_error", "bad_grammar", "bad"))
+        self.grammars[message.key] = rules
+        return GrammarLoaded(message.key)
+
+    def drop(self, message: DropGrammars) -> None:
+        """Forget grammars: rows that have begun go on with theirs."""
+        for key in message.keys:
+            del self.grammars[key]
+
     def run(self, step: Step) -> StepResult:
         assert step.number == self.number
         self.number += 1
         for row in messages.unpack(step.released).tolist():
             del self.starts[row]
+            self.rules.pop(row, None)
         for start in step.admitted:
             self._admit(start)
         rows, starts = messages.unpack(step.rows).tolist(), messages.unpack(step.starts).tolist()
         counts, samples = messages.unpack(step.counts).tolist(), messages.unpack(step.samples).tolist()
+        drafts = messages.unpack(step.drafts).tolist() if step.drafts else [0] * len(rows)
         assert len(set(rows)) == len(rows), "a row comes twice"
         check_shared(step, self.table)
         ids, slots = messages.unpack(step.ids).tolist(), messages.unpack(step.slots).tolist()
@@ -136,22 +185,59 @@ class SimulatedWorker:
         sampled: list[int] = []
         logprobs: dict[int, TokenLogprob] = {}
         errors, reads = [], []
+        given: list[int] = []
+        grammars: dict[int, GrammarState] = {}
         at = 0
-        for row, first, count, wanted in zip(rows, starts, counts, samples, strict=True):
+        for row, first, count, wanted, proposed in zip(rows, starts, counts, samples, drafts, strict=True):
             begun = self.starts[row]
+            assert first == self.next[row], "a position was left out, or comes twice"
+            assert not proposed or (wanted == 1 and first >= begun.prompt_len - 1)
             values = self._extend(row, first, ids[at : at + count], slots[at : at + count])
+            drawn: list[tuple[int, int]] = []
+            if wanted == 1:
+                self.output[row] = first + count - proposed - begun.prompt_len
+                drawn = self._draw(
+                    row, values[count - proposed - 1 :], ids[at + count - proposed : at + count]
+                )
+                self.next[row] -= proposed + 1 - len(drawn)
+                self.last[row] = drawn[-1][1]
+            elif wanted:
+                drawn = [
+                    (values[-1], draw(values[-1], begun.seed, choice, first + count))
+                    for choice in range(begun.choice, begun.choice + wanted)
+                ]
+                self.last[row] = drawn[0][1]
             at += count
-            for choice in range(begun.choice, begun.choice + wanted):
-                token = draw(values[-1], begun.seed, choice, first + count)
+            for value, token in drawn:
                 if begun.params.logprobs is not None:
-                    logprobs[len(sampled)] = TokenLogprob(token, fake_logprob(values[-1], token))
-                if choice == begun.choice:
-                    self.last[row] = token
+                    logprobs[len(sampled)] = TokenLogprob(token, fake_logprob(value, token))
                 sampled.append(token)
+            given.append(len(drawn))
+            if wanted and row in self.rules:
+                grammars[row] = self.rules[row].state(self.output[row])
             reads += self._read(row, first, values)
             if row in self.fail_rows or self.fails(begun):
                 errors.append(RowError(row, ErrorInfo(500, "server_error", "x", "bad")))
-        return StepResult(step.number, messages.pack(sampled), logprobs, errors, 0.001, reads)
+        told = messages.pack(given) if step.drafts else b""
+        return StepResult(step.number, messages.pack(sampled), logprobs, errors, 0.001, reads, told, grammars)
+
+    def _draw(self, row: int, values: list[int], drafts: list[int]) -> list[tuple[int, int]]:
+        """Tokens for a row, each with the chain value before it: one for each of `drafts` that is what is
+        drawn in its place, and one more, up to an end."""
+        begun, rules = self.starts[row], self.rules.get(row)
+        ends = rules is not None or not begun.params.ignore_eos
+        drawn: list[tuple[int, int]] = []
+        for value, proposed in zip(values, [*drafts, -1], strict=True):
+            n = self.output[row]
+            token = draw(value, begun.seed, begun.choice, begun.prompt_len + n)
+            if rules is not None:
+                token = rules.token(n, token)
+            drawn.append((value, token))
+            self.output[row] += 1
+            over = (token == EOS and ends) or (rules is not None and rules.ended(n + 1))
+            if token != proposed or over:
+                break
+        return drawn
 
     def _admit(self, start: RowStart) -> None:
         assert start.row not in self.starts, "a row was admitted twice"
@@ -159,6 +245,10 @@ class SimulatedWorker:
         prefix = messages.unpack(start.prefix)
         self.table[start.row, : len(prefix)] = prefix
         params, matched = start.params, len(prefix)
+        self.next[start.row] = matched
+        if start.grammar:
+            self.rules[start.row] = self.grammars[start.grammar]
+            assert start.history
         self.unread[start.row] = start.read_from
         self.sums[start.row] = []
         if start.read_from >= 0:
@@ -173,11 +263,12 @@ class SimulatedWorker:
         value = 0 if first == 0 else content[self.table[row, first - 1]]
         for token, slot in zip(ids, slots, strict=True):
             if token < 0:
-                assert len(ids) == 1
+                assert not values, "only the first id may be the worker's own"
                 token = self.last[row]
             value = content[slot] = chain(value, token)
             values.append(value)
         self.table[row, first : first + len(slots)] = slots
+        self.next[row] = first + len(slots)
         self.computed += len(slots)
         return values
 

@@ -8,7 +8,18 @@ from typing import Any, Literal
 
 from sapwood.srt import messages
 from sapwood.srt.config import Config, ModelSource, make
-from sapwood.srt.messages import Answer, Ask, Cancel, Step, StepResult, StopAt, Submit
+from sapwood.srt.messages import (
+    Answer,
+    Ask,
+    Cancel,
+    DropGrammars,
+    Grammar,
+    LoadGrammar,
+    Step,
+    StepResult,
+    StopAt,
+    Submit,
+)
 from sapwood.srt.params import SamplingParams, Scheduling
 from sapwood.srt.scheduler.loop import Scheduler, make_state
 from tests.simulation.clients import Clients
@@ -38,14 +49,20 @@ class World:
         """An empty scheduler for the model, in front of a worker that answers a step by `run`."""
         self.source = source
         self.state = make_state(config, source, num_slots)
-        self.sent: deque[Step] = deque()
+        self.sent: deque[Any] = deque()
+        self.loads: deque[LoadGrammar] = deque()
+        """Grammars that the worker has been told to load."""
+        self.loads_wait = False
         self.run_step = run
         self.scheduler = Scheduler(self.state, self._send)
         self.clients = Clients()
         self.steps: list[Step] = []
         self._key = 0
 
-    def _send(self, step: Step) -> bool:
+    def _send(self, step: Any) -> bool:
+        if not isinstance(step, Step):
+            self.sent.append(messages.decode(messages.encode([step]))[0])
+            return True
         for start in step.admitted:
             client, choice = self.clients.choices[int(self.state.rows.key[start.row])]
             assert choice == start.choice
@@ -56,13 +73,17 @@ class World:
         return True
 
     def submit(
-        self, prompt: list[int], namespace: str = "", scheduling: Scheduling | None = None, **params: Any
+        self,
+        prompt: list[int],
+        namespace: str = "",
+        scheduling: Scheduling | None = None,
+        grammar: Grammar | None = None,
+        **params: Any,
     ) -> int:
         checked = SamplingParams(**{"max_tokens": 8, "seed": 5, **params}).check(self.source.vocab_size)
         key, self._key = self._key, self._key + checked.n
-        message = Submit(
-            key, 0, f"r{key}", messages.pack(prompt), checked, namespace, 0.0, scheduling or Scheduling()
-        )
+        ids, wanted = messages.pack(prompt), scheduling or Scheduling()
+        message = Submit(key, 0, f"r{key}", ids, checked, namespace, 0.0, wanted, grammar)
         self.clients.open(message)
         self.scheduler.handle(message)
         return key
@@ -80,9 +101,24 @@ class World:
         self.collect()
 
     def answer(self) -> None:
-        """The worker runs the oldest step sent."""
+        """The worker runs the oldest step sent, and loads grammars unless they are to wait."""
+        while self.sent and not isinstance(self.sent[0], Step):
+            order = self.sent.popleft()
+            if isinstance(order, LoadGrammar):
+                self.loads.append(order)
+            else:
+                assert isinstance(order, DropGrammars)
+                self.worker.drop(order)
+        if not self.loads_wait:
+            self.load()
         if self.sent:
             self.scheduler.handle(self.run_step(self.sent.popleft()))
+            self.collect()
+
+    def load(self) -> None:
+        """The worker loads all the grammars that it has been told to."""
+        while self.loads:
+            self.scheduler.handle(self.worker.load(self.loads.popleft()))
             self.collect()
 
     def turn(self, check: bool = True) -> None:
@@ -134,7 +170,7 @@ class World:
         prompt = client.prompt
         room = self.state.max_request_tokens - len(prompt)
         for choice in range(params.n):
-            want = expected(prompt, params, params.seed, choice, room)
+            want = expected(prompt, params, params.seed, choice, room, client.submit.grammar)
             output, done = client.output[choice], client.done[choice]
             assert output == want[: len(output)], (key, choice)
             if choice not in cut:

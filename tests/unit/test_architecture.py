@@ -39,9 +39,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": LEAVES,
     "models": {"kernels", "errors"},
     "loader": {"models", "kernels", "errors", "params", "config"},
-    "grammar": WIRED,
-    "tokenizer": WIRED,
-    "server": WIRED | {"client", "metrics", "sapwood"},
+    "bounded": {"bounded_child", "errors"},
+    "bounded_child": set(),
+    "grammar": WIRED | {"bounded", "bounded_child"},
+    "tokenizer": WIRED | {"bounded", "bounded_child"},
+    "server": WIRED | {"client", "grammar", "metrics", "sapwood"},
     "scheduler": WIRED | {"cache"},
     "worker": WIRED | {"models", "loader", "kernels", "grammar"},
     "child": LEAVES | {"lifeline"},
@@ -236,6 +238,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     [
         "sapwood.srt.scheduler.loop",
         "sapwood.srt.tokenizer.process",
+        "sapwood.srt.grammar.process",
         "sapwood.srt.server.process",
         "sapwood.srt.loader.sources",
         "sapwood.srt.serve",
@@ -247,10 +250,10 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_process_without_the_model_loads_no_torch(module: str) -> None:
-    heavy = {"torch", "transformers", "xgrammar", "triton"}
+    heavy = {"torch", "transformers", "xgrammar", "triton", "llguidance"}
     if module != "sapwood.srt.server.process":
         heavy |= {"fastapi", "starlette", "uvicorn"}
-    if module in ("sapwood.srt.scheduler.loop", "sapwood.srt.tokenizer.process"):
+    if module.split(".")[-2] in ("scheduler", "tokenizer", "grammar"):
         heavy |= {"asyncio"}  # 4 MB a process
     program = f"import sys, {module}; print(*(m for m in {sorted(heavy)} if m in sys.modules))"
     answer = run(program)

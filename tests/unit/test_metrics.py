@@ -6,7 +6,7 @@ import random
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from sapwood.srt.messages import Chunk, Ended, pack
+from sapwood.srt.messages import Chunk, Ended, Stats, pack
 from sapwood.srt.metrics import _SHORT, Latencies, Metrics
 
 
@@ -47,3 +47,12 @@ def test_tokens_of_one_chunk_share_its_time() -> None:
     assert float(lines[f"{name}_count"]) == 3
     assert abs(float(lines[f"{name}_sum"]) - 0.3) < 1e-9
     assert float(lines[f'{name}_bucket{{le="0.1"}}']) - float(lines[f'{name}_bucket{{le="0.05"}}']) in (0, 3)
+
+
+def test_drafts_are_counted() -> None:
+    metrics = Metrics()
+    metrics.follow(lambda: Stats(*range(12), 0.5, drafted_tokens=7, accepted_tokens=4))
+    lines = dict(line.rsplit(" ", 1) for line in metrics.page().decode().splitlines() if line[0] != "#")
+    assert lines["sapwood_drafted_tokens_total"] == "7.0"
+    assert lines["sapwood_grammars_compiled_total"] == "0.0"
+    assert lines["sapwood_accepted_tokens_total"] == "4.0"

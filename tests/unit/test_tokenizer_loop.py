@@ -79,7 +79,7 @@ class Bench:
     def __init__(self) -> None:
         self.scheduler, self.server = Box(), Box()
         encoder = PromptEncoder(SOURCE, byte_level(), True)
-        self.loop = TokenizerLoop(0, SOURCE, encoder, VOCABULARY, self.scheduler, self.server)
+        self.loop = TokenizerLoop(0, SOURCE, encoder, VOCABULARY, self.scheduler, self.server, Box())
 
     def step(self, *batch: Any) -> None:
         self.loop.handle(list(batch))
@@ -413,7 +413,7 @@ def test_an_aborted_chats_rendering_is_broken_off() -> None:
         SOURCE, chat_template="{% if messages | length > 1 %}" + endless + "{% endif %}x"
     )
     encoder = PromptEncoder(source, byte_level(), True)
-    bench.loop = TokenizerLoop(0, source, encoder, VOCABULARY, bench.scheduler, bench.server)
+    bench.loop = TokenizerLoop(0, source, encoder, VOCABULARY, bench.scheduler, bench.server, Box())
     encoder.close()
     # With so much time that none ends by itself.
     encoder._template = template = IsolatedTemplate(source.chat_template or "", {}, 60.0)

@@ -30,7 +30,7 @@ from sapwood.srt.tokenizer.process import TokenizerLoop
 from sapwood.srt.tokenizer.prompts import PromptEncoder
 from sapwood.srt.tokenizer.requests import WHOLE_PIECE, NoTexts, Texts
 from tests.tokenizer_kinds import byte_level
-from tests.unit.test_tokenizer_loop import SOURCE, VOCABULARY, Bench, World, check_choice, ids_of, tokens
+from tests.unit.test_tokenizer_loop import SOURCE, VOCABULARY, Bench, Box, World, check_choice, ids_of, tokens
 
 LETTER = ids_of("b")[0]
 
@@ -38,7 +38,9 @@ LETTER = ids_of("b")[0]
 def bench_of(interval: int, texts: Texts = VOCABULARY) -> Bench:
     bench = Bench()
     encoder = PromptEncoder(SOURCE, byte_level(), True)
-    bench.loop = TokenizerLoop(0, SOURCE, encoder, texts, bench.scheduler, bench.server, interval=interval)
+    bench.loop = TokenizerLoop(
+        0, SOURCE, encoder, texts, bench.scheduler, bench.server, Box(), interval=interval
+    )
     return bench
 
 

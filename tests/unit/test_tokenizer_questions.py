@@ -85,7 +85,7 @@ class Bench:
         self.encoder = PromptEncoder(source, tokenizer, True)
         ENCODERS.append(self.encoder)
         texts = Vocabulary(tokenizer) if tokenizer is not None else NoTexts()
-        self.loop = TokenizerLoop(3, source, self.encoder, texts, self.scheduler, self.server)
+        self.loop = TokenizerLoop(3, source, self.encoder, texts, self.scheduler, self.server, Box())
 
     def step(self, *batch: Any) -> list[Any]:
         self.loop.handle(list(batch))

@@ -1,0 +1,85 @@
+"""What a chat's output must be, and how it is told apart: response format, tools and reasoning together.
+
+Needs no web framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import structs
+
+from sapwood.srt.errors import BadRequest, ErrorInfo
+from sapwood.srt.params import Constraint, Parsing
+from sapwood.srt.server import constraints, formats, tool_tags
+from sapwood.srt.server.tools import Wanted
+
+if TYPE_CHECKING:
+    from sapwood.srt.server.protocol import ChatRequest
+    from sapwood.srt.server.service import Service
+
+
+class Demands(NamedTuple):
+    """A constraint that comes with a chat begins after its reasoning. Errors about one that is made of
+    several fields call these as the request does after `rename`."""
+
+    constraint: Constraint | None = None
+    parsing: Parsing | None = None
+    rename: Callable[[ErrorInfo], ErrorInfo] | None = None
+
+
+def of_chat(service: Service, body: ChatRequest, wanted: Wanted) -> Demands:
+    """What the fields of a chat request ask for. Raises BadRequest naming the field."""
+    config, source = service.config, service.source
+    reasoning = formats.reasoning_format(config, source, body.chat_template_kwargs or {})
+    constraint = constraints.read(
+        body, whitespace=config.json_whitespace, response_format=body.response_format
+    )
+    if not wanted.callable:
+        return Demands(_after(reasoning, constraint), _parsing(reasoning=reasoning))
+    _check_beside_tools(constraint, wanted)
+    form = formats.tool_format(config, source)
+    names = tool_tags.names(wanted, constraint)
+    if constraint is not None or wanted.constrained:
+        form = tool_tags.JSON_FORM.get(form, form)
+        # Where calls are free, all that comes before one is so too, reasoning or not.
+        free = constraint is None and not wanted.must
+        constraint = tool_tags.constraint(wanted, form, config.json_whitespace, constraint)
+        constraint = constraint if free else _after(reasoning, constraint)
+    return Demands(constraint, _parsing(form, wanted, reasoning), names)
+
+
+def of_offline_chat(service: Service, body: ChatRequest, constraint: Constraint | None) -> Demands:
+    """The same for a chat whose answer is its text: reasoning is told apart only if a constraint follows."""
+    reasoning = formats.reasoning_format(service.config, service.source, body.chat_template_kwargs or {})
+    if constraint is None or not reasoning:
+        return Demands(constraint)
+    return Demands(_after(reasoning, constraint), _parsing(reasoning=reasoning))
+
+
+def _after(reasoning: str, constraint: Constraint | None) -> Constraint | None:
+    """The constraint behind the reasoning, if any; the tokenizer sees whether the prompt opens it."""
+    if constraint is None or not reasoning:
+        return constraint
+    return structs.replace(constraint, after=formats.REASONING_END, opening=formats.REASONING)
+
+
+def _parsing(form: str = "", wanted: Wanted | None = None, reasoning: str = "") -> Parsing | None:
+    names = [] if wanted is None else wanted.names
+    return Parsing(form, names, reasoning) if form or reasoning else None
+
+
+def _check_beside_tools(document: Constraint | None, wanted: Wanted) -> None:
+    if document is None:
+        return
+    if wanted.must:
+        raise BadRequest(
+            f"{document.field} cannot be had together with a tool_choice that makes the output a call",
+            param=document.field,
+        )
+    if document.kind != "json_schema":
+        raise BadRequest(
+            f"{document.field} cannot be had together with tools: only a JSON schema can",
+            param=document.field,
+        )

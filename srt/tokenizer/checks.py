@@ -1,0 +1,20 @@
+"""What a request must be, checked by the tokenizer once more, whoever has sent it."""
+
+from __future__ import annotations
+
+from sapwood.srt.errors import BadRequest
+from sapwood.srt.messages import Generate
+from sapwood.srt.tokenizer.requests import NoTexts, Texts
+
+
+def check(message: Generate, vocab_size: int, texts: Texts) -> None:
+    """Raises BadRequest naming the field, its value and the limit."""
+    params, constraint = message.params, message.constraint
+    params.check(vocab_size)
+    if constraint is not None:
+        constraint.check()
+    if isinstance(texts, NoTexts):
+        named = None if constraint is None else constraint.field
+        for field in ("stop" if params.stop else None, named):
+            if field is not None:
+                raise BadRequest(f"{field} needs a tokenizer (--skip-tokenizer-init is set)", param=field)

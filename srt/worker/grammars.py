@@ -1,0 +1,126 @@
+"""The grammars that rows may have: compiled in a thread of low priority, and again where that is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from sapwood.srt.errors import ErrorInfo, SapwoodError
+from sapwood.srt.grammar.engine import Engine, Matcher
+from sapwood.srt.messages import GrammarLoaded, LoadGrammar
+
+NICE = 10
+"""Of the thread, as far as the system has such a thing for threads."""
+
+logger = logging.getLogger("sapwood.worker")
+
+T = TypeVar("T")
+
+
+class Loaded:
+    """A compiled grammar, from which rows begin."""
+
+    def __init__(self, engine: Engine, text: str) -> None:
+        """Raises BadRequest if the text is no grammar."""
+        self.mask_words = engine.mask_words
+        self._engine = engine
+        self._text = text
+        self._base: Matcher | None = engine.compile(text)
+
+    @property
+    def base(self) -> Matcher:
+        """The matcher at its beginning of which all are copies at present. Raises BadRequest."""
+        if self._base is None:
+            self._base = self._engine.compile(self._text)
+        return self._base
+
+    def spoil(self, base: Matcher) -> None:
+        """A copy has failed: what all have walked may be to blame, so new ones are to be of another."""
+        if self._base is base:
+            self._base = None
+
+
+class Grammars:
+    """Those that were loaded and not dropped, by key. `make_engine` is called once, in the thread.
+
+    `fileno` can be read when there is something to be had from `finished`. Everything but the compiling
+    belongs to one thread.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+        self._make_engine = make_engine
+        self._loaded: dict[bytes, Loaded] = {}
+        self._todo: queue.SimpleQueue[LoadGrammar] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[bytes, Loaded | ErrorInfo]] = queue.SimpleQueue()
+        self._news, self._tell = os.pipe()
+        os.set_blocking(self._news, False)
+        os.set_blocking(self._tell, False)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Make the engine now: it takes half a second, in which Python does nothing else."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            self._thread.start()
+
+    def load(self, message: LoadGrammar) -> None:
+        """Have a grammar compiled; `finished` will tell."""
+        self.start()
+        self._todo.put(message)
+
+    def drop(self, keys: Collection[bytes]) -> None:
+        """Forget grammars; rows that have begun go on."""
+        for key in keys:
+            self._loaded.pop(key, None)
+
+    def fileno(self) -> int:
+        return self._news
+
+    def finished(self) -> list[GrammarLoaded]:
+        """What has been loaded since, or why it could not be."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._news, 4096)
+        answers: list[GrammarLoaded] = []
+        while True:
+            try:
+                key, result = self._done.get_nowait()
+            except queue.Empty:
+                return answers
+            if isinstance(result, Loaded):
+                self._loaded[key] = result
+            answers.append(GrammarLoaded(key, None if isinstance(result, Loaded) else result))
+
+    def get(self, key: bytes) -> Loaded | None:
+        return self._loaded.get(key)
+
+    def _run(self) -> None:
+        engine = _safely(self._make_engine)
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while True:
+            message = self._todo.get()
+            result = engine if isinstance(engine, ErrorInfo) else _compiled(engine, message.text)
+            self._done.put((message.key, result))
+            with contextlib.suppress(BlockingIOError):  # full: it can be read anyway
+                os.write(self._tell, b"\0")
+
+
+def _compiled(engine: Engine, text: str) -> Loaded | ErrorInfo:
+    return _safely(lambda: Loaded(engine, text))
+
+
+def _safely(work: Callable[[], T]) -> T | ErrorInfo:
+    """Its result or its error: a thread that ended would leave requests waiting for ever."""
+    try:
+        return work()
+    except SapwoodError as e:
+        return e.info()
+    except Exception as e:
+        logger.exception("constraints")
+        return SapwoodError(f"constraints cannot be followed here: {e}").info()
