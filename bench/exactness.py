@@ -6,7 +6,8 @@
 Up to ten families of prompts share prefixes of 3 to 600 tokens. The baseline is each prompt alone on an empty
 cache; every other run must give the same ids, texts, ends, logprobs, prompt logprobs and hidden states, to
 the bit. The last run asks for everything at once, with longer answers, from a pool so small that rows are
-retracted; the count is shown: a run that never retracts would prove nothing.
+retracted; the count is shown: a run that never retracts would prove nothing. The baseline has no drafts; each
+source of them has a run of its own, warm, which shows how many were proposed and how many of them kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,7 +29,8 @@ from sapwood.srt.loader import sources
 from sapwood.srt.messages import IdsPrompt, pack
 from sapwood.srt.offline import OfflineRuntime
 from sapwood.srt.offline_work import Work
-from sapwood.srt.params import SamplingParams
+from sapwood.srt.params import Constraint, SamplingParams
+from sapwood.srt.server.demands import Demands
 from sapwood.srt.server.outcome import Outcome
 
 LONG = 32
@@ -53,7 +55,31 @@ NEW: dict[str, dict[str, Any]] = {
     "last state": {"max_tokens": 0, "pooling": "last", "logprobs": None},
     "mean state": {"max_tokens": 0, "pooling": "mean", "logprobs": None},
 }
-SAMPLINGS = {**PLAIN, **NEW}
+DOCUMENT = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["animal", "plant", "mineral"]},
+        "counts": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 999},
+            "maxItems": 3,
+        },
+    },
+    "required": ["name", "kind", "counts"],
+    "additionalProperties": False,
+}
+JSON = Constraint("json_schema", json.dumps(DOCUMENT), "json_schema")
+CONSTRAINED: dict[str, dict[str, Any]] = {
+    "json": {"temperature": 0.0, "max_tokens": 48, "constraint": JSON},
+    "json drawn": {"seed": 21, "max_tokens": 48, "constraint": JSON},
+    "json n = 3": {"seed": 4, "n": 3, "max_tokens": 48, "min_tokens": 30, **PENALTIES, "constraint": JSON},
+    "regex": {
+        "seed": 6, "ignore_eos": True, "max_tokens": 24,
+        "constraint": Constraint("regex", "(the|a) [a-z]{2,9} (is|was) [a-z ]{3,20}[.]", "regex"),
+    },
+}  # fmt: skip
+SAMPLINGS = {**PLAIN, **NEW, **CONSTRAINED}
 
 RUNS: dict[str, dict[str, Any]] = {
     "cache off, 16 at a time": {"disable_radix_cache": True},
@@ -62,6 +88,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "chunks of 512": {"chunked_prefill_size": 512},
     "overlap off": {"disable_overlap_schedule": True},
 }
+DRAFTS = ("auto", "ngram", "radix")
 TINY = "tiny pool, all at once"
 
 
@@ -81,8 +108,18 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
 
 def answer(outcome: Outcome) -> bytes:
     """What must not change: all but times and what the cache held. Floats are kept to the bit."""
-    choices = [(c.ids, c.text, c.finish, c.logprobs) for c in outcome.choices]
+    choices = [
+        (c.ids, c.text, c.finish and msgspec.structs.replace(c.finish, drafted=0, accepted=0), c.logprobs)
+        for c in outcome.choices
+    ]
     return msgspec.msgpack.encode((choices, outcome.prompt_logprobs, outcome.pooled))
+
+
+class Asked(NamedTuple):
+    """How prompts are answered."""
+
+    params: SamplingParams
+    constraint: Constraint | None
 
 
 class Runtime:
@@ -91,21 +128,24 @@ class Runtime:
     def __init__(self, runtime: OfflineRuntime) -> None:
         self._runtime = runtime
 
-    def ask(self, batch: Sequence[list[int]], params: SamplingParams) -> list[bytes]:
+    def ask(self, batch: Sequence[list[int]], asked: Asked) -> list[bytes]:
         """All prompts side by side."""
-        return self.ask_mixed([(prompt, params) for prompt in batch])
+        return self.ask_mixed([(prompt, asked) for prompt in batch])
 
-    def ask_mixed(self, jobs: Sequence[tuple[list[int], SamplingParams]]) -> list[bytes]:
-        work = [Work(IdsPrompt(pack(prompt)), params) for prompt, params in jobs]
+    def ask_mixed(self, jobs: Sequence[tuple[list[int], Asked]]) -> list[bytes]:
+        work = [
+            Work(IdsPrompt(pack(prompt)), asked.params, demands=Demands(asked.constraint))
+            for prompt, asked in jobs
+        ]
         return [answer(outcome) for outcome in self._runtime.outcomes(work, progress=False)]
 
-    def ask_alone(self, batch: Sequence[list[int]], params: SamplingParams, *, cold: bool) -> list[bytes]:
+    def ask_alone(self, batch: Sequence[list[int]], asked: Asked, *, cold: bool) -> list[bytes]:
         """One prompt after the other; `cold`: each on an empty cache."""
         answers = []
         for prompt in batch:
             if cold:
                 self.flush()
-            answers += self.ask([prompt], params)
+            answers += self.ask([prompt], asked)
         return answers
 
     def flush(self) -> None:
@@ -148,9 +188,11 @@ class Comparison:
     def __init__(
         self, samplings: Mapping[str, dict[str, Any]], batch: list[list[int]], max_tokens: int
     ) -> None:
-        def params(least: int) -> dict[str, SamplingParams]:
+        def params(least: int) -> dict[str, Asked]:
             common = {"max_tokens": max(max_tokens, least), "logprobs": 0}
-            return {name: SamplingParams(**{**common, **given}) for name, given in samplings.items()}
+            every = {name: {**common, **given} for name, given in samplings.items()}
+            constraints = {name: given.pop("constraint", None) for name, given in every.items()}
+            return {name: Asked(SamplingParams(**given), constraints[name]) for name, given in every.items()}
 
         self.short, self.long = params(0), params(LONG)
         self.batch, self.few = batch, batch[: max(len(batch) // 4, min(len(batch), 10))]
@@ -179,6 +221,21 @@ class Comparison:
             computed = runtime.counted("prompt_tokens_computed") - before
             self.table.compare(name, sampling, self._alone[sampling], got, computed=computed)
 
+    def run_drafts(self, name: str, runtime: Runtime) -> None:
+        """Each sampling cold, then again, when the cache has what was said: one at a time, side by side."""
+        for sampling, params in self.short.items():
+            runtime.flush()
+            before = [runtime.counted(what) for what in ("drafted_tokens", "accepted_tokens")]
+            want = self._alone[sampling]
+            self.table.compare(name + ", cold", sampling, want, runtime.ask(self.batch, params))
+            self.table.compare(
+                name + ", alone", sampling, want, runtime.ask_alone(self.batch, params, cold=False)
+            )
+            got = runtime.ask(self.batch, params)
+            after = [runtime.counted(what) for what in ("drafted_tokens", "accepted_tokens")]
+            drafted, accepted = (b - a for a, b in zip(before, after, strict=True))
+            self.table.compare(name + ", warm", sampling, want, got, drafted=drafted, accepted=accepted)
+
     def run_tiny(self, runtime: Runtime) -> None:
         """Answers longer than what is kept for them at admission, of all samplings side by side."""
         jobs = [(prompt, params) for prompt in self.few for params in self.long.values()]
@@ -197,7 +254,7 @@ class Comparison:
 
 def chosen_samplings(names: str) -> dict[str, dict[str, Any]]:
     """The samplings of a group, or those named; SystemExit if there is no such one."""
-    groups = {"all": SAMPLINGS, "plain": PLAIN, "new": NEW}
+    groups = {"all": SAMPLINGS, "plain": PLAIN, "new": NEW, "constrained": CONSTRAINED}
     if names in groups:
         return groups[names]
     wanted = names.split(",")
@@ -220,8 +277,11 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.time()
     source = sources.resolve(config.make(**common))
     comparison = Comparison(samplings, prompts(args.prompts, source.vocab_size), args.max_tokens)
-    with running(**common) as runtime:
+    with running(**common, speculative_algorithm="none") as runtime:
         comparison.baseline(runtime)
+    for algorithm in DRAFTS:
+        with running(**common, speculative_algorithm=algorithm) as runtime:
+            comparison.run_drafts(f"drafts: {algorithm}", runtime)
     for name, options in RUNS.items():
         with running(**common, **options) as runtime:
             comparison.run(name, runtime)

@@ -76,6 +76,7 @@ class Virtual:
         self._sent: deque[Step] = deque()
         self._ends = 0.0
         """When the worker is through with the oldest step sent."""
+        self._takes = 0.0
         self._served: dict[int, Served] = {}
 
     def run(
@@ -120,13 +121,14 @@ class Virtual:
         step = self._sent[0]
         counts, ids = messages.unpack(step.counts), messages.unpack(step.ids)
         decodes = int((ids < 0).sum())
-        self._ends = self.now + self._cost.of(int(counts.sum()) - decodes, decodes)
+        self._takes = self._cost.of(int(counts.sum()) - decodes, decodes)
+        self._ends = self.now + self._takes
 
     def _answer(self) -> None:
         step = self._sent.popleft()
         self.steps += 1
         drawn = int(messages.unpack(step.samples).sum())
-        result = StepResult(step.number, messages.pack(np.full(drawn, TOKEN)), {}, [], 0.001)
+        result = StepResult(step.number, messages.pack(np.full(drawn, TOKEN)), {}, [], self._takes)
         if self._sent:
             self._begin()
         self.scheduler.handle(result)

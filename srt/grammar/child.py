@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from sapwood.srt import bounded_child
+from sapwood.srt import bounded, bounded_child
 from sapwood.srt.bounded_child import framed, memory, read, send
 from sapwood.srt.errors import BadRequest, ErrorInfo, SapwoodError
 from sapwood.srt.messages import Grammar
@@ -117,7 +117,8 @@ class _Fork:
     def seconds(self) -> float:
         """What it has computed so far; where that is not told, how long it has run."""
         if sys.platform == "linux":
-            return time.clock_gettime((~self.pid << 3) | 2)  # as clock_getcpuclockid(3)
+            with contextlib.suppress(OSError):
+                return time.clock_gettime((~self.pid << 3) | 2)  # as clock_getcpuclockid(3)
         return time.monotonic() - self.began
 
 
@@ -170,9 +171,19 @@ class _Forks:
                 self._tell(Lowered(fork.number))
 
     def _begin(self, job: Job) -> None:
-        reader, writer = os.pipe()
+        try:
+            reader, writer = os.pipe()
+        except OSError as e:
+            self._cannot(job, e)
+            return
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as e:
+            os.close(reader)
+            os.close(writer)
+            self._cannot(job, e)
+            return
         if pid == 0:
             try:
                 self._sock.close()
@@ -184,6 +195,10 @@ class _Forks:
                 os._exit(1)
         os.close(writer)
         self._running[job.number] = _Fork(job.number, pid, reader, job.low)
+
+    def _cannot(self, job: Job, reason: OSError) -> None:
+        error = bounded.no_process("constraints", reason.strerror or type(reason).__name__)
+        self._tell(Ended(job.number, 0.0, Outcome(error=error.info())))
 
     def _hear(self, fork: _Fork) -> None:
         """Read what it says; at its end, however it came, tell it."""
@@ -205,12 +220,12 @@ class _Forks:
 
 def lower(pid: int) -> None:
     """Give a process (0: this one) only what others leave of the cores."""
-    # Any other process that wakes takes the core at once; by niceness it would wait for a slice to end.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, 19)
+    # Where there is more: any other process that wakes takes the core at once, and waits for no slice to end.
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-            return
-    os.setpriority(os.PRIO_PROCESS, pid, 19)
 
 
 def _work(job: Job, setup: Setup, engine: Engine, pipe: int) -> None:
@@ -238,8 +253,11 @@ def _outcome(constraint: Constraint, engine: Engine, setup: Setup) -> Outcome:
         size, most = len(grammar.text), MAX_GRAMMAR_CHARS
         reason = f"{field} makes a grammar of {size} characters, above the limit of {most}"
     except SapwoodError as e:
-        e.param = e.param or field
-        return Outcome(error=e.info())
+        # It may quote half a surrogate pair, which a JSON text can hold as an escape.
+        message = e.message.encode("utf-8", "backslashreplace").decode()
+        return Outcome(error=msgspec.structs.replace(e.info(), message=message, param=e.param or field))
+    except UnicodeEncodeError:
+        reason = f"{field} holds a lone surrogate"
     except MemoryError:
         reason = f"{field} needs more than {setup.memory_bytes // 2**20} MiB to be compiled"
     except RecursionError:

@@ -28,6 +28,8 @@ class Tenants:
         self._used = np.zeros(8, dtype=np.int64)
         self._now = 0
         """The counter of a tenant that comes back."""
+        self.held: frozenset[int] = frozenset()
+        """Tenants whose sequences do not go ahead now."""
 
     def line_of(self, sequence: Sequence) -> Line:
         number = sequence.request.tenant
@@ -43,12 +45,12 @@ class Tenants:
         return line
 
     def first(self) -> Sequence | None:
-        active = [number for number, line in enumerate(self._lines) if line.waiting]
+        active = self.tenants_waiting()
         if not active:
             return None
         active.sort(key=self._used.__getitem__)
         self._now = max(self._now, int(self._used[active[0]]))
-        found = (self._lines[number].first() for number in active)
+        found = (self._lines[number].first() for number in active if number not in self.held)
         return next((sequence for sequence in found if sequence is not None), None)
 
     def admitted(self, sequence: Sequence, tokens: int) -> None:
@@ -57,6 +59,9 @@ class Tenants:
     def generated(self, tenants: npt.NDArray[np.int32]) -> None:
         counts = np.bincount(tenants, minlength=len(self._used))
         self._used[: len(counts)] += OUTPUT_WEIGHT * counts
+
+    def tenants_waiting(self) -> list[int]:
+        return [number for number, line in enumerate(self._lines) if line.waiting]
 
     def waiting(self) -> int:
         return sum(line.waiting for line in self._lines)

@@ -13,6 +13,7 @@ from sapwood.srt import messages
 from sapwood.srt.messages import RowStart, Step
 from sapwood.srt.scheduler import admission, drafts
 from sapwood.srt.scheduler.preemption import make_way, retract_one
+from sapwood.srt.scheduler.restraint import Restraint, restrain
 from sapwood.srt.scheduler.state import Sent, State
 
 Int32s = npt.NDArray[np.int32]
@@ -47,15 +48,18 @@ def plan(state: State, number: int) -> Step | None:
     then its id is sent as -1, which the worker takes from its token pool.
     """
     state.tree.expire(state.clock())
+    restraint = restrain(state)
     make_way(state)
     decodes = _make_room(state)
+    if restraint is not None:
+        decodes = restraint.decoding(state, decodes)
     waits = state.rows.waits
     ready = decodes[waits[decodes]] if waits.any() else decodes[:0]
     decode_slots = _decode(state, decodes)
     least = max(1, state.budget // 4)
     budget = max(state.budget - len(decodes), least)
     spans = Spans()
-    budget = _continue_prompts(state, spans, budget)
+    budget = _continue_prompts(state, spans, budget, restraint)
     admitted = admission.admit(state, budget)
     for new in admitted:
         budget -= _chunk(state, spans, new.row, budget)
@@ -116,14 +120,21 @@ def _decode(state: State, decodes: npt.NDArray[np.intp]) -> Int32s:
     return slots
 
 
-def _continue_prompts(state: State, spans: Spans, budget: int) -> int:
+def _continue_prompts(state: State, spans: Spans, budget: int, restraint: Restraint | None) -> int:
     """Next spans of rows that are in their prompt, oldest first; returns what is left of the budget."""
     rows = state.rows
     for row in rows.prefilling():
         if budget <= 0:
             break
-        if not rows.busy[row] and rows.planned[row] < rows.length[row]:
+        if rows.busy[row] or rows.planned[row] >= rows.length[row]:
+            continue
+        if restraint is None:
             budget -= _chunk(state, spans, int(row), budget)
+        else:
+            tenant = int(rows.tenant[row])
+            count = _chunk(state, spans, int(row), restraint.prompt(tenant, budget))
+            restraint.spent(tenant, count)
+            budget -= count
     return budget
 
 

@@ -186,6 +186,15 @@ class Queue:
         output = self._outputs.of(len(request.prompt) + request.max_tokens - known)
         return max(known - cached + output, LEAST)
 
+    def tenants_waiting(self) -> list[int]:
+        """Under `fair`, the tenants of those that wait."""
+        return self._policy.tenants_waiting() if isinstance(self._policy, Tenants) else []
+
+    def hold(self, tenants: Iterable[int]) -> None:
+        """Under `fair`, name none of these tenants' sequences until they are let go."""
+        if isinstance(self._policy, Tenants):
+            self._policy.held = frozenset(tenants)
+
     def generated(self, tenants: npt.NDArray[np.int32]) -> None:
         """One token each has come of these tenants' rows."""
         self._policy.generated(tenants)

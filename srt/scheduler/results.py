@@ -106,7 +106,9 @@ def _count(state: State, sent: Sent, result: StepResult) -> None:
     counters.steps += 1
     counters.prompt_tokens_computed += sent.prompt_tokens
     state.drafts.cost.saw(sent.tokens, sent.prompt_tokens, result.seconds)
-    if sent.prompt_tokens:
+    if not sent.prompt_tokens:
+        state.row_cost.saw(sent.tokens, 0, result.seconds)
+    else:
         each = result.seconds / sent.tokens
         known = counters.seconds_per_prompt_token
         counters.seconds_per_prompt_token = known + SMOOTHING * (each - known) if known else each

@@ -50,6 +50,8 @@ class Rows:
         self.key = column(np.int64, -1)
         self.tokenizer = column(np.int32)
         self.tenant = column(np.int32)
+        self.turn = column(np.int64)
+        """The last step that it took part in while its tenant had to pause."""
         self.urgency = column(np.int64)
         self.prompt = column(np.int32)
         """Tokens of the request's prompt."""

@@ -31,6 +31,7 @@ from sapwood.srt.scheduler.policy import Queue
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.rows import Rows
 from sapwood.srt.scheduler.shared import SharedPrefixes
+from sapwood.srt.scheduler.step_cost import FIRST_ROW, StepCost
 
 if TYPE_CHECKING:
     from sapwood.srt.scheduler.drafts import Drafts
@@ -93,6 +94,8 @@ class State:
     seeds: random.Random
     clock: Callable[[], float]
     drafts: Drafts
+    row_cost: StepCost = field(default_factory=lambda: StepCost(FIRST_ROW))
+    """Of the steps without prompts: a token is a row."""
     grammars: Grammars = field(default_factory=Grammars)
     waiting: dict[int, Sequence] = field(default_factory=dict)
     sequences: dict[int, Sequence] = field(default_factory=dict)

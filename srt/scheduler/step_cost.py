@@ -4,6 +4,8 @@ from __future__ import annotations
 
 FIRST = 0.15
 """A token's seconds over those of an empty step, until steps have shown it."""
+FIRST_ROW = 0.02
+"""And where it is asked what a row costs others: until that is known, nobody pauses for them."""
 LEAST, MOST = 0.003, 1.0
 DECAY = 0.99
 """Weight of what was known, when a step is added."""
@@ -12,15 +14,17 @@ MOST_PROMPT = 64
 OUTLIER = 4.0
 """No step counts as longer than so many times the mean."""
 STIFFNESS = 4.0
-"""Variance of the steps' tokens at which they count as much as FIRST does."""
+"""Variance of the steps' tokens at which they count as much as the first ratio does."""
 
 
 class StepCost:
-    """A step of n tokens takes a + b * n seconds: a fit by least squares, in which old steps fade."""
+    """A step of n tokens takes a + b * n seconds: a fit by least squares, in which old steps fade. It begins
+    with b / a = `first`."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: float = FIRST) -> None:
+        self._first = first
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
-        self.ratio = FIRST
+        self.ratio = first
         """b / a."""
 
     def saw(self, tokens: int, prompt_tokens: int, seconds: float) -> None:
@@ -46,7 +50,7 @@ class StepCost:
         tokens, seconds = self._tokens / self._weight, self._seconds / self._weight
         variance = max(self._squares / self._weight - tokens * tokens, 0.0)
         covariance = self._products / self._weight - tokens * seconds
-        expected = FIRST * seconds / (1.0 + FIRST * tokens)
+        expected = self._first * seconds / (1.0 + self._first * tokens)
         each = (covariance + STIFFNESS * expected) / (variance + STIFFNESS)
         empty = seconds - each * tokens
         if each <= 0.0:

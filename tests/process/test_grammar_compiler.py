@@ -195,6 +195,9 @@ NASTY = {
     "no schema": schema('"object"'),
     "a type that is none": schema('{"type": "spam"}'),
     "many members": schema(json.dumps({"enum": [f"m{i}" for i in range(6000)]})),
+    "half a pair": schema('{"const": "\\ud800"}'),
+    "half a pair in a name": schema('{"required": ["\\udfff"], "properties": {"\\udfff": {"type": "spam"}}}'),
+    "half a pair in a pattern": schema('{"pattern": "\\ud800["}'),
     "a mapping of nothing": schema("false"),
 }
 PATTERNS = {f"p{i}": {"pattern": f"^(a|b)*a(a|b){{{i % 15}}}[^{i}]+y{i}"} for i in range(600)}
@@ -354,6 +357,19 @@ def test_no_process_to_be_had_is_a_503(begin: Callable[..., Bench], monkeypatch:
         assert (error := bench.compile(regex("a")).error) is not None
         assert error.status == 503
     bench.works()
+
+
+def test_no_fork_to_be_had_is_a_503(begin: Callable[..., Bench]) -> None:
+    bench = begin()
+    bench.works()
+    engine = bench.engine()
+    limits = engine.rlimit(psutil.RLIMIT_NOFILE)
+    engine.rlimit(psutil.RLIMIT_NOFILE, (engine.num_fds(), limits[1]))
+    assert (error := bench.compile(regex("a")).error) is not None
+    assert error.status == 503
+    engine.rlimit(psutil.RLIMIT_NOFILE, limits)
+    bench.works()
+    assert bench.engine() == engine
 
 
 def test_it_has_no_secret_and_one_thread(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -132,3 +133,14 @@ def test_the_engine_may_be_killed_at_any_time(server: Server) -> None:
         killer.join()
     assert set(answers) <= {200, 500, 503}
     assert post(server, {"regex": "after all"}).json()["choices"][0]["text"] == "after all"
+
+
+def test_a_server_of_ids_refuses_them_and_has_no_engine(tmp_path: Path) -> None:
+    with serve(
+        tiny_llama(tmp_path / "model"), tmp_path, max_total_tokens=512, skip_tokenizer_init=True
+    ) as ids:
+        answer = post(ids, {"prompt": [3, 4, 5], "regex": "a"})
+        assert answer.status_code == 400
+        assert "regex" in answer.json()["error"]["message"]
+        assert "--skip-tokenizer-init" in answer.json()["error"]["message"]
+        assert ids.children()["grammar"].children() == []

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders
 
 from sapwood.srt.tokenizer.vocabulary import Vocabulary
