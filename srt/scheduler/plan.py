@@ -62,7 +62,7 @@ def plan(state: State, number: int) -> Step | None:
     budget = _continue_prompts(state, spans, budget, restraint)
     admitted = admission.admit(state, budget)
     for new in admitted:
-        budget -= _chunk(state, spans, new.row, budget)
+        budget -= _chunk(state, spans, new.row, budget, restraint)
     if not len(decodes) and not spans.rows:
         assert not admitted
         return None
@@ -126,25 +126,22 @@ def _continue_prompts(state: State, spans: Spans, budget: int, restraint: Restra
     for row in rows.prefilling():
         if budget <= 0:
             break
-        if rows.busy[row] or rows.planned[row] >= rows.length[row]:
-            continue
-        if restraint is None:
-            budget -= _chunk(state, spans, int(row), budget)
-        else:
-            tenant = int(rows.tenant[row])
-            count = _chunk(state, spans, int(row), restraint.prompt(tenant, budget))
-            restraint.spent(tenant, count)
-            budget -= count
+        if not rows.busy[row] and rows.planned[row] < rows.length[row]:
+            budget -= _chunk(state, spans, int(row), budget, restraint)
     return budget
 
 
-def _chunk(state: State, spans: Spans, row: int, budget: int) -> int:
+def _chunk(state: State, spans: Spans, row: int, budget: int, restraint: Restraint | None) -> int:
     """Plan up to `budget` more tokens of the row's prompt; returns how many."""
     rows = state.rows
+    if restraint is not None:
+        budget = restraint.prompt(int(rows.tenant[row]), budget)
     start, length = int(rows.planned[row]), int(rows.length[row])
     count = min(length - start, budget, state.available)
     if count <= 0:
         return 0
+    if restraint is not None:
+        restraint.spent(int(rows.tenant[row]), count)
     rows.slots[row, start : start + count] = state.take(count)
     rows.planned[row] += count
     rows.private[row] += count

@@ -2,7 +2,8 @@
 
 A row in a step costs all others time, most of all on CPUs. So while a tenant within its share runs or waits,
 all rows of those above theirs together take at most SLOWER of the time that the step would take without them:
-they take turns, and nothing more of theirs is admitted. When nobody else has anything to do, nobody pauses.
+they take turns, and nothing more of theirs is admitted while they do. When nobody else has anything to do,
+nobody pauses.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Restraint:
         theirs = rows[over]
         theirs = theirs[np.argsort(columns.turn[theirs], kind="stable")[: self._tokens]]
         columns.turn[theirs] = state.counters.steps
+        self._tokens -= len(theirs)
         return np.sort(np.concatenate([rows[~over], theirs]))
 
     def prompt(self, tenant: int, budget: int) -> int:
@@ -45,7 +47,7 @@ class Restraint:
 
 
 def restrain(state: State) -> Restraint | None:
-    """The restraint on the next step, if there is one; tenants in it are held back in the queue as well."""
+    """The restraint on the next step, if there is one; tenants that pause are held back in the queue too."""
     if state.config.schedule_policy != "fair":
         return None
     rows, waiting = state.rows, state.queue.tenants_waiting()
@@ -57,5 +59,6 @@ def restrain(state: State) -> Restraint | None:
     if not within or not over.any():
         state.queue.hold(())
         return None
-    state.queue.hold(np.flatnonzero(over).tolist())
-    return Restraint(over, int(SLOWER * (1.0 / state.row_cost.ratio + within)))
+    tokens = int(SLOWER * (1.0 / state.row_cost.ratio + within))
+    state.queue.hold(np.flatnonzero(over).tolist() if counts[over].sum() >= tokens else ())
+    return Restraint(over, tokens)

@@ -14,15 +14,14 @@ MOST_PROMPT = 64
 OUTLIER = 4.0
 """No step counts as longer than so many times the mean."""
 STIFFNESS = 4.0
-"""Variance of the steps' tokens at which they count as much as the first ratio does."""
+"""Variance of the steps' tokens at which they count as much as what was known does."""
 
 
 class StepCost:
     """A step of n tokens takes a + b * n seconds: a fit by least squares, in which old steps fade. It begins
-    with b / a = `first`."""
+    with b / a = `first`; steps that are all alike leave it as it is."""
 
     def __init__(self, first: float = FIRST) -> None:
-        self._first = first
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
         self.ratio = first
         """b / a."""
@@ -50,7 +49,7 @@ class StepCost:
         tokens, seconds = self._tokens / self._weight, self._seconds / self._weight
         variance = max(self._squares / self._weight - tokens * tokens, 0.0)
         covariance = self._products / self._weight - tokens * seconds
-        expected = self._first * seconds / (1.0 + self._first * tokens)
+        expected = self.ratio * seconds / (1.0 + self.ratio * tokens)
         each = (covariance + STIFFNESS * expected) / (variance + STIFFNESS)
         empty = seconds - each * tokens
         if each <= 0.0:
