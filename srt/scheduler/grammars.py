@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from sapwood.srt.messages import DropGrammars, Grammar, LoadGrammar
 from sapwood.srt.scheduler.request import Request
 
-MAX_UNUSED = 256
+MAX_UNUSED = 64
 MAX_UNUSED_BYTES = 16 * 2**20
-"""Of the text of grammars that nobody uses."""
+"""Of the text of grammars that nobody uses. In the worker one takes up to some 30 MB, once it was walked far."""
 
 
 @dataclass(slots=True)

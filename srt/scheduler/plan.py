@@ -50,11 +50,12 @@ def plan(state: State, number: int) -> Step | None:
     state.tree.expire(state.clock())
     restraint = restrain(state)
     make_way(state)
-    decodes = _make_room(state)
-    if restraint is not None:
-        decodes = restraint.decoding(state, decodes)
+    decodes = _make_room(state, restraint)
     waits = state.rows.waits
     ready = decodes[waits[decodes]] if waits.any() else decodes[:0]
+    if restraint is not None:
+        restraint.decoded(state, decodes)
+        ready = restraint.free(state, ready)
     decode_slots = _decode(state, decodes)
     least = max(1, state.budget // 4)
     budget = max(state.budget - len(decodes), least)
@@ -89,7 +90,7 @@ def _propose(
     return decodes[plain], decode_slots[plain]
 
 
-def _make_room(state: State) -> npt.NDArray[np.intp]:
+def _make_room(state: State, restraint: Restraint | None) -> npt.NDArray[np.intp]:
     """The rows that decode in this step, once there are slots for them and for the oldest row's next chunk.
 
     All retraction happens here, before anything of the step is planned.
@@ -97,6 +98,8 @@ def _make_room(state: State) -> npt.NDArray[np.intp]:
     rows = state.rows
     while True:
         decodes = rows.decoding()
+        if restraint is not None:
+            decodes = restraint.decoding(state, decodes)
         need = len(decodes)
         oldest = rows.oldest() if rows.num_active else -1
         if oldest >= 0 and not rows.sampled[oldest] and not rows.busy[oldest]:
@@ -141,7 +144,7 @@ def _chunk(state: State, spans: Spans, row: int, budget: int, restraint: Restrai
     if count <= 0:
         return 0
     if restraint is not None:
-        restraint.spent(int(rows.tenant[row]), count)
+        restraint.prompted(int(rows.tenant[row]), count)
     rows.slots[row, start : start + count] = state.take(count)
     rows.planned[row] += count
     rows.private[row] += count

@@ -1,9 +1,9 @@
-"""Under `fair`, who has more rows than an equal share does not slow the others' steps down by much.
+"""Under `fair`, who has many more rows than others does not slow their steps down by much.
 
 A row in a step costs all others time, most of all on CPUs. So while a tenant within its share runs or waits,
-all rows of those above theirs together take at most SLOWER of the time that the step would take without them:
-they take turns, and nothing more of theirs is admitted while they do. When nobody else has anything to do,
-nobody pauses.
+the rows of those above theirs together take at most SLOWER of the time that the step would take without them,
+but of each tenant as many go on as the largest within its share has: they take turns. They get no drafts, and
+nothing more of theirs is admitted while they do. When nobody else has anything to do, nobody pauses.
 """
 
 from __future__ import annotations
@@ -14,36 +14,47 @@ import numpy.typing as npt
 from sapwood.srt.scheduler.state import State
 
 SLOWER = 0.25
+PROMPT_SHARE = 16
+"""One in so many of a step's tokens may always go to prompts of those who pause: others may wait for them."""
 
 Rows = npt.NDArray[np.intp]
 
 
 class Restraint:
-    """What the tenants in `over` (by number) may have of one step: `tokens`, of prompts and outputs."""
+    """What the tenants in `over` (by number) may have of one step: `tokens`, of prompts and outputs, and at
+    least `prompts` of prompts."""
 
-    def __init__(self, over: npt.NDArray[np.bool_], tokens: int) -> None:
+    def __init__(self, over: npt.NDArray[np.bool_], tokens: int, prompts: int) -> None:
         self._over = over
-        # Never nothing: somebody may wait for what one of them has or computes.
-        self._tokens = max(tokens, 1)
+        self._tokens = tokens
+        self._prompts = prompts
 
     def decoding(self, state: State, rows: Rows) -> Rows:
-        """Those of `rows` that take part in the step; of the tenants' the ones that have paused longest."""
-        columns = state.rows
-        over = self._over[columns.tenant[rows]]
+        """Those of `rows` that may take part in the step; of the tenants' the ones that have paused longest."""
+        over = self._over[state.rows.tenant[rows]]
         theirs = rows[over]
-        theirs = theirs[np.argsort(columns.turn[theirs], kind="stable")[: self._tokens]]
-        columns.turn[theirs] = state.counters.steps
+        turns = np.argsort(state.rows.turn[theirs], kind="stable")[: self._tokens]
+        return np.sort(np.concatenate([rows[~over], theirs[turns]]))
+
+    def free(self, state: State, rows: Rows) -> Rows:
+        """Those of `rows` that are not the tenants'."""
+        return rows[~self._over[state.rows.tenant[rows]]]
+
+    def decoded(self, state: State, rows: Rows) -> None:
+        """These rows decode in the step."""
+        theirs = rows[self._over[state.rows.tenant[rows]]]
+        state.rows.turn[theirs] = state.counters.steps
         self._tokens -= len(theirs)
-        return np.sort(np.concatenate([rows[~over], theirs]))
 
     def prompt(self, tenant: int, budget: int) -> int:
-        """How many of `budget` prompt tokens the tenant may have; what it has of them is to be `spent`."""
-        return min(budget, max(self._tokens, 1)) if self._over[tenant] else budget
+        """How many of `budget` prompt tokens the tenant may have."""
+        return min(budget, max(self._tokens, self._prompts, 0)) if self._over[tenant] else budget
 
-    def spent(self, tenant: int, tokens: int) -> None:
-        """So many tokens of the tenant are in the step."""
+    def prompted(self, tenant: int, tokens: int) -> None:
+        """So many prompt tokens of the tenant are in the step."""
         if self._over[tenant]:
             self._tokens -= tokens
+            self._prompts -= tokens
 
 
 def restrain(state: State) -> Restraint | None:
@@ -54,11 +65,13 @@ def restrain(state: State) -> Restraint | None:
     counts = np.bincount(rows.tenant[rows.active], minlength=len(state.tenants))
     present = counts > 0
     present[waiting] = True
-    over = counts > max(1.0, counts.sum() / max(present.sum(), 1))
-    within = int(counts[~over].sum()) + int((present & ~over & (counts == 0)).sum())
-    if not within or not over.any():
+    over = counts > 1.0 + counts.sum() / max(present.sum(), 1)
+    within = present & ~over
+    if not over.any() or not within.any():
         state.queue.hold(())
         return None
-    tokens = int(SLOWER * (1.0 / state.row_cost.ratio + within))
+    others = int(np.maximum(counts[within], 1).sum())
+    fair = int(over.sum() * max(1, counts[within].max()))
+    tokens = max(int(SLOWER * (1.0 / state.row_cost.ratio + others)), fair)
     state.queue.hold(np.flatnonzero(over).tolist() if counts[over].sum() >= tokens else ())
-    return Restraint(over, tokens)
+    return Restraint(over, tokens, max(1, state.budget // PROMPT_SHARE))
