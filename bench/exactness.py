@@ -1,7 +1,7 @@
 """Is the cache exact? The same prompts under every way of serving them, compared with `==`.
 
     python -m bench.exactness [--model PATH] [--samplings all|plain|new|NAME,...] [--prompts 200]
-                              [--max-tokens 8] [--json FILE]
+                              [--max-tokens 8] [--drafts auto ngram radix] [--json FILE]
 
 Up to ten families of prompts share prefixes of 3 to 600 tokens. The baseline is each prompt alone on an empty
 cache; every other run must give the same ids, texts, ends, logprobs, prompt logprobs and hidden states, to
@@ -269,6 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samplings", default="all")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=8)
+    parser.add_argument("--drafts", nargs="*", choices=DRAFTS, default=DRAFTS)
     parser.add_argument("--context-length", type=int, default=1024)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
@@ -279,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     comparison = Comparison(samplings, prompts(args.prompts, source.vocab_size), args.max_tokens)
     with running(**common, speculative_algorithm="none") as runtime:
         comparison.baseline(runtime)
-    for algorithm in DRAFTS:
+    for algorithm in args.drafts:
         with running(**common, speculative_algorithm=algorithm) as runtime:
             comparison.run_drafts(f"drafts: {algorithm}", runtime)
     for name, options in RUNS.items():

@@ -214,21 +214,9 @@ class Client:
         rid: str | None = None,
         timeout: float | None = None,
         scheduling: Scheduling | None = None,
-        streamed: bool = True,
-        constraint: Constraint | None = None,
-        parsing: Parsing | None = None,
     ) -> Stream:
-        """Start one request. `params` and `scheduling` have been checked; `rid` is the client's own
-        name for it.
-
-        A request that has not ended within `timeout` or `--request-timeout` seconds, whichever is less, is
-        aborted, and its stream ends with DeadlineExceeded (408 by its own time). Raises BadRequest if the
-        constraint is too long, Conflict if a live request has that name, Overloaded if the tokenizer's queue
-        is full, and Unavailable after `fail_all`.
-        """
-        return self.submit_all(
-            [(prompt, params)], namespace, rid, timeout, 0.0, scheduling, streamed, constraint, parsing
-        )[0]
+        """Start one request, as `submit_all` does."""
+        return self.submit_all([(prompt, params)], namespace, rid, timeout, scheduling=scheduling)[0]
 
     def submit_all(
         self,
@@ -242,10 +230,13 @@ class Client:
         constraint: Constraint | Sequence[Constraint | None] | None = None,
         parsing: Parsing | None = None,
     ) -> list[Stream]:
-        """Start several requests, or none of them. One `rid` names them all, one `constraint` is for all of
-        them; a list has one for each.
+        """Start several requests, or none of them. One `rid` (the client's own name) or `constraint` is for
+        all of them; a list has one for each. `params` and `scheduling` have been checked.
 
-        `waited` seconds of their time are over. If not `streamed`, Chunks may be few and large.
+        One that has not ended within `timeout` or `--request-timeout` seconds, whichever is less (`waited` of
+        them are over), is aborted: its stream ends with DeadlineExceeded (408 by its own time). If not
+        `streamed`, Chunks may be few and large. Raises BadRequest if a constraint is too long, Conflict if a
+        live request has that name, Overloaded if a tokenizer's queue is full, Unavailable after `fail_all`.
         """
         names: list[str | None]
         names = [rid] * len(items) if rid is None or isinstance(rid, str) else list(rid)
@@ -257,17 +248,21 @@ class Client:
             if name is not None and name in self._names:
                 raise Conflict(f"a request with rid {name!r} is still running", param="rid")
         streams: list[Stream] = []
-        for name, (prompt, params), its in zip(names, items, constraints, strict=True):
-            stream = self._open(name, namespace)
-            stream.arrived -= waited
-            streams.append(stream)
-            place = (namespace, stream.arrived, scheduling or Scheduling())
-            message = Generate(stream.rid, prompt, params, *place, streamed, its, parsing)
-            if not self._outboxes[stream.tokenizer].send(message):
-                self._end(stream, Overloaded("the tokenizer's queue is full").info())
-                for other in streams:
-                    other.cancel()
-                raise Overloaded("the tokenizer's queue is full")
+        try:
+            for name, (prompt, params), its in zip(names, items, constraints, strict=True):
+                stream = self._open(name, namespace)
+                stream.arrived -= waited
+                streams.append(stream)
+                place = (namespace, stream.arrived, scheduling or Scheduling())
+                message = Generate(stream.rid, prompt, params, *place, streamed, its, parsing, streams[0].rid)
+                if not self._outboxes[stream.tokenizer].send(message):
+                    full = Overloaded("the tokenizer's queue is full")
+                    self._end(stream, full.info())
+                    raise full
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
         self._set_deadlines(streams, timeout, waited)
         return streams
 

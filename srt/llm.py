@@ -89,9 +89,10 @@ class LLM:
         each = self._params(sampling_params, len(given))
         read = [self._read(one) for one in given]
         order = _priorities(priority, len(given))
+        checked = [self._checked(p) for p in each]
         items = [
-            Work(one.prompt, self._checked(p), self._place(one, number), Demands(self._constraint(p)))
-            for one, p, number in zip(read, each, order, strict=True)
+            Work(one.prompt, p, self._place(one, number), Demands(constraint))
+            for one, p, number, constraint in zip(read, checked, order, self._constraints(each), strict=True)
         ]
         outcomes = self._runtime.outcomes(items, use_tqdm)
         return [
@@ -126,9 +127,9 @@ class LLM:
         }
         each = self._params(sampling_params, len(given))
         items = []
-        for one, p in zip(given, each, strict=True):
+        for one, p, constraint in zip(given, each, self._constraints(each), strict=True):
             chat, demands = offline_requests.chat_of(
-                self._runtime.service, {**fields, "messages": one}, self._constraint(p)
+                self._runtime.service, {**fields, "messages": one}, constraint
             )
             offline_requests.check_encodable(chat)
             items.append(Work(chat, self._checked(p), demands=demands))
@@ -216,8 +217,14 @@ class LLM:
     def _checked(self, given: SamplingParams) -> params.SamplingParams:
         return given.checked(self._runtime.service.source.vocab_size)
 
-    def _constraint(self, given: SamplingParams) -> params.Constraint | None:
-        return offline_requests.constraint(self._runtime.service, given)
+    def _constraints(self, each: Sequence[SamplingParams]) -> list[params.Constraint | None]:
+        """One for each; what several share is read once."""
+        service = self._runtime.service
+        read = {
+            key: offline_requests.constraint(service, one)
+            for key, one in {id(one): one for one in each}.items()
+        }
+        return [read[id(one)] for one in each]
 
     def _read(self, given: Prompt | list[int]) -> _Read:
         """A prompt as vLLM's users write it. Raises BadRequest."""

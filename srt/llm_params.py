@@ -100,6 +100,13 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         self._refuse()
 
     def _refuse(self) -> None:
+        for name in _CONSTRAINTS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (StructuredOutputsParams, Mapping)):
+                raise BadRequest(
+                    f"{name} must be StructuredOutputsParams or a dict of them, got {type(value).__name__}",
+                    param=name,
+                )
         for name, instead in _ONLY_DEFAULT.items():
             if not self._is_default(name):
                 raise BadRequest(f"{name} is not supported: {instead}", param=name, code="unsupported")
@@ -146,6 +153,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     @property
     def constraint(self) -> dict[str, Any]:
         """The fields of `/generate` that constrain the output. Raises BadRequest."""
+        self._refuse()  # again: they may have been changed since
         given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
         if not given:
             return {}

@@ -71,7 +71,8 @@ class Generate(Message):
 
     `namespace` separates caches: requests with different ones share nothing. `arrived` is
     `time.monotonic()` of the server (one clock for all processes of a machine). If not
-    `streamed`, nobody sees the Chunks one by one: they may be few and large.
+    `streamed`, nobody sees the Chunks one by one: they may be few and large. `group` is the
+    same for all prompts that came together.
     """
 
     rid: str
@@ -83,6 +84,7 @@ class Generate(Message):
     streamed: bool = True
     constraint: Constraint | None = None
     parsing: Parsing | None = None
+    group: str = ""
 
 
 class Abort(Message):
@@ -259,11 +261,15 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Compile(Message):
-    """Answered by one Compiled with the same call, unless it is forgotten first."""
+    """Answered by one Compiled with the same call, unless it is forgotten first.
+
+    Parties take turns: `party` is whose request it is, or where all are one tenant the request itself.
+    """
 
     call: int
     tokenizer: int
     constraint: Constraint
+    party: str = ""
 
 
 class Forget(Message):

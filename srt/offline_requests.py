@@ -53,6 +53,12 @@ def chat_of(
 
 
 def _prompt_of(service: Service, body: ChatRequest) -> ChatPrompt:
+    for i, tool in enumerate(body.tools or ()):
+        if tool.function.strict:
+            raise BadRequest(
+                f"tools[{i}].function.strict cannot be enforced here: calls are text, and any text is free",
+                param=f"tools[{i}].function.strict",
+            )
     return prompt_of(
         service,
         body.messages,

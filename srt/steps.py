@@ -33,7 +33,8 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
 
 class LoadGrammar(Message):
-    """Make this grammar ready for rows: answered by GrammarLoaded. It is kept until it is dropped."""
+    """Make this grammar ready for rows: answered by GrammarLoaded, unless it is dropped before; then its key
+    does not come again. It is kept until it is dropped."""
 
     key: bytes
     text: str

@@ -86,6 +86,22 @@ def junk(r: random.Random, depth: int = 3) -> Any:
     return r.choice(_SCRAPS)
 
 
+def mutated(r: random.Random, schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the schema with something else at one place in it."""
+    schema = json.loads(json.dumps(schema))
+    places: list[tuple[Any, Any]] = []
+    todo: list[Any] = [schema]
+    while todo:
+        part = todo.pop()
+        found = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+        places += [(part, key) for key, _ in found]
+        todo += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    if places:
+        part, key = r.choice(places)
+        part[key] = r.choice([junk(r), 10**390, -(10**390), 1e-300])
+    return schema
+
+
 def _schema(r: random.Random, depth: int) -> Any:
     if r.random() < 0.08:
         return r.random() < 0.7

@@ -32,8 +32,6 @@ from sapwood.srt.grammar.scalars import (
     number_violations,
     string_violations,
     string_within,
-    tidy_number,
-    tidy_string,
 )
 from sapwood.srt.grammar.words import Words
 
@@ -184,18 +182,6 @@ class Algebra:
         if isinstance(shape, Object):
             return [*objects.violations(shape, self)]
         return []
-
-    def tidy(self, shape: Shape) -> Shape | None:
-        """The one way to write a shape; None if nothing is so."""
-        if isinstance(shape, Number):
-            return tidy_number(shape)
-        if isinstance(shape, String):
-            return tidy_string(shape, self.words)
-        if isinstance(shape, Array):
-            return arrays.tidy(shape)
-        if isinstance(shape, Object):
-            return objects.tidy(shape, self)
-        return shape
 
 
 def _refers(form: Form) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sapwood.srt.grammar import assertions, evaluated, numbers
@@ -59,12 +60,26 @@ def _unique(reader: Reader, pointer: str, schema: dict[str, Any], found: Form) -
 
 
 def _contains(reader: Reader, pointer: str, schema: dict[str, Any], found: Form) -> Form:
+    least = assertions.count(schema, "minContains")
+    if least is not None and least > 1:
+        reader.inexact(pointer, "minContains", "it is supported up to 1")
     shape = assertions.contains(schema, lambda *path: reader.child(below(pointer, *path)))
     return narrowed(reader, found, shape)
 
 
 def _properties(reader: Reader, pointer: str, schema: dict[str, Any], found: Form) -> Form:
-    shape = assertions.properties(schema, lambda *path: reader.child(below(pointer, *path)), reader.algebra)
+    patterns = {}
+    for text in schema.get("patternProperties", {}):
+        try:
+            patterns[text] = assertions.pattern(text, "patternProperties")
+        except Inexact as error:
+            # Of the others it is known what they say.
+            reader.inexact(pointer, error.keyword, error.reason)
+
+    def child(*path: str | int) -> Form:
+        return reader.child(below(pointer, *path))
+
+    shape = assertions.properties(schema, patterns, child, reader.algebra)
     return narrowed(reader, found, shape)
 
 
@@ -77,7 +92,8 @@ def _dependent_required(reader: Reader, pointer: str, schema: dict[str, Any], fo
     for keyword in ("dependentRequired", "dependencies"):
         for name, needed in schema.get(keyword, {}).items():
             if isinstance(needed, list) and needed:
-                found = narrowed(reader, found, assertions.absent(name), assertions.required(needed))
+                there = assertions.required([name, *needed])
+                found = narrowed(reader, found, assertions.absent(name), there)
     return found
 
 
@@ -101,8 +117,13 @@ def _ref(reader: Reader, pointer: str, schema: dict[str, Any], found: Form) -> F
 
 def _all_of(reader: Reader, pointer: str, schema: dict[str, Any], found: Form) -> Form:
     for i in range(len(schema["allOf"])):
-        found = reader.algebra.meet(found, _head(reader, pointer, "allOf", i))
+        head = _head(reader, pointer, "allOf", i)
+        found = reader.guarded(pointer, "allOf", found, partial(_met, reader, head))
     return found
+
+
+def _met(reader: Reader, head: Form, found: Form) -> Form:
+    return reader.algebra.meet(found, head)
 
 
 def _any_of(reader: Reader, pointer: str, schema: dict[str, Any], found: Form) -> Form:
@@ -226,14 +247,17 @@ _BY_KEYWORD = {
 }
 
 
-def steps_for(schema: dict[str, Any]) -> list[tuple[str, Step]]:
-    """The steps to take for a schema, in their order, each with the first of its keywords that is there."""
-    found: dict[int, str] = {}
+BESIDE = {"additionalItems": "items", "then": "if", "else": "if", "minContains": "contains"}
+"""Keywords that the steps of others read."""
+
+
+def steps_for(schema: dict[str, Any]) -> list[tuple[list[str], Step]]:
+    """The steps to take for a schema, in their order, each with those of its keywords that are there."""
+    found: dict[int, list[str]] = {}
     for word in schema:
         for index in _BY_KEYWORD.get(word, ()):
-            found.setdefault(index, word)
+            found.setdefault(index, []).append(word)
+    for word, main in BESIDE.items():
+        for index in _BY_KEYWORD[main] if word in schema and main in schema else ():
+            found[index].append(word)
     return [(found[index], STEPS[index][1]) for index in sorted(found)]
-
-
-BESIDE = ("additionalItems", "then", "else", "minContains")
-"""Keywords that the steps of others read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sapwood.srt.grammar.form import ANY, Array, Boolean, Form, Null, Number, String
+from sapwood.srt.grammar.form import ANY, Array, Boolean, Form, Null, Number, Shape, String
 from sapwood.srt.grammar.limits import MAX_UNIQUE, Inexact
 
 if TYPE_CHECKING:
@@ -135,15 +135,15 @@ def settle_unique(shape: Array, algebra: Algebra) -> list[Array]:
     if not shape.unique:
         return [shape]
     if not shape.prefix:
-        count = sum(_count(part) for part in shape.rest)
-        if count > MAX_UNIQUE:
+        values = singles(shape.rest)
+        if values is None or len(values) > MAX_UNIQUE:
             raise Inexact(
                 f"supported are arrays of one item, or items of at most {MAX_UNIQUE} fixed values",
                 "uniqueItems",
             )
-        if shape.low > count:
+        if shape.low > len(values):
             return []
-        high = count if shape.high is None else min(shape.high, count)
+        high = len(values) if shape.high is None else min(shape.high, len(values))
         return [replace(shape, high=high, unique=high > 1)]
     if shape.rest:
         raise Inexact("it is not supported beside prefixItems with other items after them", "uniqueItems")
@@ -158,9 +158,9 @@ def _spelt_out(shape: Array, algebra: Algebra) -> list[Array]:
             out += [Array(prefix=run, low=size, high=size) for run in runs]
         if size == len(shape.prefix):
             break
-        if sum(_count(part) for part in shape.prefix[size]) > MAX_UNIQUE:
+        choices = singles(shape.prefix[size])
+        if choices is None or len(choices) > MAX_UNIQUE:
             raise Inexact(f"an item has more than {MAX_UNIQUE} possible values", "uniqueItems")
-        choices = [value for part in shape.prefix[size] for value in _values(part)]
         algebra.budget.spend(len(runs) * len(choices))
         runs = [(*run, (value,)) for run in runs for value in choices if (value,) not in run]
         if len(runs) > 2 * MAX_UNIQUE:
@@ -168,17 +168,18 @@ def _spelt_out(shape: Array, algebra: Algebra) -> list[Array]:
     return out
 
 
-def _count(part: object) -> int:
-    if isinstance(part, (Number, String)) and part.values is not None:
-        return len(part.values)
-    return 1 if isinstance(part, Null) else len(part.values) if isinstance(part, Boolean) else MAX_UNIQUE + 1
-
-
-def _values(part: object) -> list[Null | Boolean | Number | String]:
-    if isinstance(part, Boolean):
-        return [Boolean((value,)) for value in part.values]
-    if isinstance(part, Number):
-        return [Number(values=(value,)) for value in part.values or ()]
-    if isinstance(part, String):
-        return [String(values=(value,)) for value in part.values or ()]
-    return [Null()]
+def singles(form: Form) -> list[Shape] | None:
+    """The values of a form, each as a shape of its own; None if it is no finite list of scalars."""
+    found: list[Shape] = []
+    for shape in form:
+        if isinstance(shape, Null):
+            found.append(shape)
+        elif isinstance(shape, Boolean):
+            found += [Boolean((value,)) for value in shape.values]
+        elif isinstance(shape, Number) and shape.values is not None:
+            found += [Number(values=(value,)) for value in shape.values]
+        elif isinstance(shape, String) and shape.values is not None:
+            found += [String(values=(value,)) for value in shape.values]
+        else:
+            return None
+    return [*dict.fromkeys(found)]

@@ -107,6 +107,8 @@ def items(schema: dict[str, Any], child: Child) -> Array:
     prefix: list[Form] = []
     rest = ANY
     if isinstance(schema.get("items"), list):
+        if "prefixItems" in schema:
+            raise Malformed("items is no list beside prefixItems, which is the newer name of one", "items")
         prefix = [child("items", i) for i in range(len(schema["items"]))]
         rest = child("additionalItems") if "additionalItems" in schema else ANY
     elif "items" in schema:
@@ -117,26 +119,23 @@ def items(schema: dict[str, Any], child: Child) -> Array:
 
 
 def contains(schema: dict[str, Any], child: Child) -> Array:
-    """contains, with minContains. Raises Inexact for what cannot be said."""
-    least = count(schema, "minContains")
-    if least is not None and least > 1:
-        raise Inexact("it is supported up to 1", "minContains")
-    if least == 0:
+    """contains, with a minContains of 0 or 1."""
+    if count(schema, "minContains") == 0:
         return Array(rest=ANY)
     return Array(rest=ANY, low=1, needs=((0, child("contains")),))
 
 
-def properties(schema: dict[str, Any], child: Child, algebra: Algebra) -> Object:
-    """properties, patternProperties and additionalProperties.
+def properties(schema: dict[str, Any], names: dict[str, String], child: Child, algebra: Algebra) -> Object:
+    """properties, those of patternProperties whose `names` are given, and additionalProperties.
 
-    Raises Inexact for patterns that are not supported, or whose combinations are too many.
+    Raises Inexact if the combinations of patterns are too many.
     """
     other = child("additionalProperties") if "additionalProperties" in schema else ANY
     patterns = []
-    for text in schema.get("patternProperties", {}):
-        name, form = pattern(text, "patternProperties"), child("patternProperties", text)
+    for text, shape in names.items():
+        form = child("patternProperties", text)
         if form != ANY or other != ANY:
-            patterns.append((name, form))
+            patterns.append((shape, form))
     declared = []
     for name in schema.get("properties", {}):
         form = child("properties", name)

@@ -10,9 +10,18 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-from sapwood.srt.grammar.charset import ALL, Ranges
+from sapwood.srt.grammar.charset import ALL, representatives
 from sapwood.srt.grammar.limits import Budget
-from sapwood.srt.grammar.regex import Anchor, Chars, Choice, Node, Repeat, Sequence
+from sapwood.srt.grammar.regex import (
+    Anchor,
+    Chars,
+    Choice,
+    Node,
+    Repeat,
+    Sequence,
+    rebuilt,
+    sets_of,
+)
 
 State = frozenset[int]
 Part = tuple[int, tuple[int, ...], Any]
@@ -139,6 +148,31 @@ class Automaton:
         return {self._then(left, rest) for left in after}
 
 
+def whole(node: Node, budget: Budget) -> Automaton:
+    """Tells the strings that a tree stands for, which has no anchors itself."""
+    return Automaton(Sequence((Anchor(end=False), node, Anchor(end=True))), budget)
+
+
+def ends_itself(node: Node, budget: Budget) -> bool:
+    """Whether no string of a tree (without anchors) goes on as another one does: what follows cannot be taken
+    for more of it. Raises TooMuch."""
+    automaton, chars = whole(node, budget), representatives(sets_of(node))
+    seen: set[State] = {automaton.start}
+    layer, first = seen, True
+    while layer:
+        new: set[State] = set()
+        for state in layer:
+            budget.spend(len(chars))
+            after = {automaton.step(state, char, first) for char in chars} - {LOST}
+            if after and automaton.accepts(state, first):
+                return False
+            new |= after
+        layer = new - seen
+        seen = seen | new
+        first = False
+    return True
+
+
 def _at_beginning(node: Node) -> bool:
     """Whether the pattern is found at the beginning of a string only, as far as that is plain."""
     if isinstance(node, Choice):
@@ -151,21 +185,7 @@ def lengths_of(node: Node) -> Node:
     """A pattern that is found in strings of the same lengths, whatever their characters."""
     if isinstance(node, Chars):
         return Chars(ALL) if node.ranges else node
-    if isinstance(node, Repeat):
-        return Repeat(lengths_of(node.node), node.low, node.high)
-    if isinstance(node, Sequence):
-        return Sequence(tuple(map(lengths_of, node.parts)))
-    return Choice(tuple(map(lengths_of, node.options))) if isinstance(node, Choice) else node
-
-
-def sets_of(node: Node) -> set[Ranges]:
-    """All sets of characters in a pattern."""
-    if isinstance(node, Chars):
-        return {node.ranges}
-    if isinstance(node, Repeat):
-        return sets_of(node.node)
-    parts = node.parts if isinstance(node, Sequence) else node.options if isinstance(node, Choice) else ()
-    return {ranges for part in parts for ranges in sets_of(part)}
+    return rebuilt(node, lengths_of)
 
 
 def surely_found(node: Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from bisect import bisect
 from collections.abc import Iterable
 from functools import cache
 
@@ -94,6 +95,26 @@ def intersection(left: Ranges, right: Ranges) -> Ranges:
         else:
             j += 1
     return tuple(pairs)
+
+
+def representatives(sets: Iterable[Ranges], singles: Iterable[str] = ()) -> list[str]:
+    """Characters of which each stands for all that are in the same sets; single ones stand for themselves."""
+    alone = set(singles)
+    found_in = [(ranges, [low for low, _ in ranges]) for ranges in sets]
+    edges = {0, *(point + step for point in map(ord, alone) for step in (0, 1))}
+    for ranges, _ in found_in:
+        for low, high in ranges:
+            edges |= {low, high + 1}
+    found: dict[tuple[object, ...], str] = {}
+    for point in sorted(edges):
+        if point > LAST or _SURROGATES[0] <= point <= _SURROGATES[1]:
+            continue
+        kind = (
+            *((at := bisect(lows, point)) > 0 and point <= ranges[at - 1][1] for ranges, lows in found_in),
+            chr(point) if chr(point) in alone else "",
+        )
+        found.setdefault(kind, chr(point))
+    return list(found.values())
 
 
 def of(text: str) -> Ranges:

@@ -34,6 +34,8 @@ CPU_SECONDS = 2.0
 WALL_SECONDS = 2.5
 """Also for a fork that gets little of the cores: whoever has asked waits no longer for an answer."""
 MEMORY_BYTES = 2**30
+STACK_BYTES = 4 * 2**20
+"""Less than a thread of the worker has that compiles the grammar again: what is too deep ends here."""
 MAX_GRAMMAR_CHARS = 4 * 2**20
 LOW_SECONDS = 0.1
 """After so much computing a fork gets what others leave of the cores. It cannot go back; the next is new."""
@@ -233,6 +235,7 @@ def _work(job: Job, setup: Setup, engine: Engine, pipe: int) -> None:
     if job.low:
         lower(0)
     bounded_child.limit(resource.RLIMIT_AS, memory()[0] + setup.memory_bytes)
+    bounded_child.limit(resource.RLIMIT_STACK, STACK_BYTES)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, setup.wall_seconds)
     with bounded_child.limited(setup.cpu_seconds):

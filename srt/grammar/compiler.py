@@ -4,6 +4,7 @@ put ──► quick ──► a fork ──its end, or its limits──► finis
                     └─0.1 s of computing──► slow lane, at low priority; while that is taken: again later
 
 So what is compiled in no time, as nearly all is, waits for nothing that takes long, however much of it comes.
+In both lanes parties take turns (turns.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sapwood.srt.bounded import BoundedProcess
 from sapwood.srt.errors import BadRequest, ErrorInfo, Overloaded, SapwoodError, Unavailable
 from sapwood.srt.grammar import child
 from sapwood.srt.grammar.child import Ended, Job, Loaded, Lowered, Outcome, Setup, Stop
+from sapwood.srt.grammar.turns import Turns
 from sapwood.srt.params import Constraint
 
 SLOW_LANES = 1
@@ -37,13 +39,19 @@ OF_THE_CONSTRAINT = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGIL
 logger = logging.getLogger("sapwood.grammar")
 
 
-class _Run:
-    def __init__(self, constraint: Constraint, slow: bool) -> None:
+class _Wanted:
+    def __init__(self, constraint: Constraint, party: str) -> None:
         self.constraint = constraint
+        self.parties = {party: None}
+        """Whose turns it may come in."""
+        self.slow = False
+
+
+class _Run:
+    def __init__(self, slow: bool) -> None:
         self.slow = slow
         self.lowered = slow
         self.stopped = False
-        self.wanted = True
         self.began = time.monotonic()
 
 
@@ -63,8 +71,10 @@ class Compiler:
         self._process: BoundedProcess | None = None
         self._loading_since: float | None = None
         self._unusable = ""
-        self._quick: deque[tuple[int, Constraint]] = deque()
-        self._slow: deque[tuple[int, Constraint]] = deque()
+        self._wanted: dict[int, _Wanted] = {}
+        """What waits or runs. A run that is not among it has been dropped."""
+        self._quick: Turns[int] = Turns()
+        self._slow: Turns[int] = Turns()
         self._running: dict[int, _Run] = {}
         self._done: deque[tuple[int, Outcome, float]] = deque()
 
@@ -76,19 +86,28 @@ class Compiler:
             self._watch(self._process.fileno())
             self._tell(self._setup)
 
-    def put(self, number: int, constraint: Constraint) -> None:
-        self._quick.append((number, constraint))
+    def put(self, number: int, constraint: Constraint, party: str = "") -> None:
+        """Compile it when it is that party's turn."""
+        self._wanted[number] = _Wanted(constraint, party)
+        self._quick.put(number, party)
         self._fill()
+
+    def join(self, number: int, party: str) -> None:
+        """Another party wants that one too: it may come in the turn of either."""
+        wanted = self._wanted.get(number)
+        if wanted is not None and party not in wanted.parties:
+            wanted.parties[party] = None
+            if number not in self._running:
+                (self._slow if wanted.slow else self._quick).put(number, party)
 
     def drop(self, number: int) -> None:
         """Forget that one: it is not compiled, and never `finished`."""
-        for queue in (self._quick, self._slow):
-            for job in queue:
-                if job[0] == number:
-                    queue.remove(job)
-                    return
+        if self._wanted.pop(number, None) is None:
+            self._done = deque(done for done in self._done if done[0] != number)
+            return
+        self._quick.drop(number)
+        self._slow.drop(number)
         if (run := self._running.get(number)) is not None:
-            run.wanted = False
             self._stop(number, run)
             self._fill()
 
@@ -112,9 +131,10 @@ class Compiler:
         """The same in a hurry, from any thread."""
         if (process := self._process) is not None:
             process.break_off()
+            process.exit_code()  # or its remains would be left to the system
 
     def _fill(self) -> None:
-        if not (self._quick or self._slow or self._running):
+        if not (self._wanted or self._running):
             return
         if self._unusable:
             self._fail_all(BadRequest(self._unusable).info())
@@ -130,25 +150,25 @@ class Compiler:
     def _fill_lanes(self) -> None:
         runs = [run for run in self._running.values() if not run.stopped]
         slow = sum(run.slow for run in runs)
+        while self._slow and slow < SLOW_LANES:
+            self._begin(self._slow.take(), slow=True)
+            slow += 1
         for run in runs:
             if run.lowered and not run.slow and slow < SLOW_LANES:
                 run.slow = True
                 slow += 1
-        while self._slow and slow < SLOW_LANES:
-            self._begin(*self._slow.popleft(), slow=True)
-            slow += 1
         # What has been stopped holds its place until it is gone.
         quick = sum(not run.slow for run in self._running.values())
         while self._quick and quick < self._lanes:
-            self._begin(*self._quick.popleft(), slow=False)
+            self._begin(self._quick.take(), slow=False)
             quick += 1
         late = [(n, run) for n, run in self._running.items() if run.lowered and not (run.slow or run.stopped)]
         for number, run in late[: len(self._quick)]:
             self._stop(number, run)
 
-    def _begin(self, number: int, constraint: Constraint, slow: bool) -> None:
-        self._running[number] = _Run(constraint, slow)
-        self._tell(Job(number, constraint, slow))
+    def _begin(self, number: int, slow: bool) -> None:
+        self._running[number] = _Run(slow)
+        self._tell(Job(number, self._wanted[number].constraint, slow))
 
     def _stop(self, number: int, run: _Run) -> None:
         if not run.stopped:
@@ -185,19 +205,29 @@ class Compiler:
 
     def _end(self, ended: Ended) -> None:
         run = self._running.pop(ended.number)
-        if not run.wanted:
+        wanted = self._wanted.get(ended.number)
+        if wanted is None:
             return
         if run.stopped and ended.outcome is None:
-            if len(self._slow) < MAX_SLOW:
-                self._slow.append((ended.number, run.constraint))
-                return
-            error = Overloaded(f"{MAX_SLOW} constraints that take long to compile wait; try again later")
-            self._done.append((ended.number, Outcome(error=error.info()), ended.seconds))
+            self._later(ended.number, wanted)
             return
-        outcome = ended.outcome or Outcome(error=_why(ended, run.constraint.field, self._setup).info())
+        outcome = ended.outcome or Outcome(error=_why(ended, wanted.constraint.field, self._setup).info())
         if outcome.details:
             logger.error("a constraint could not be compiled\n%s", outcome.details.rstrip())
-        self._done.append((ended.number, outcome, ended.seconds))
+        self._finish(ended.number, outcome, ended.seconds)
+
+    def _later(self, number: int, wanted: _Wanted) -> None:
+        """It waits for the slow lane. If too many do, who has most there gives way."""
+        wanted.slow = True
+        for party in wanted.parties:
+            self._slow.put(number, party)
+        if len(self._slow) > MAX_SLOW:
+            error = Overloaded(f"{MAX_SLOW} constraints that take long to compile wait; try again later")
+            self._finish(self._slow.shorten(next(iter(wanted.parties))), Outcome(error=error.info()))
+
+    def _finish(self, number: int, outcome: Outcome, seconds: float = 0.0) -> None:
+        if self._wanted.pop(number, None) is not None:
+            self._done.append((number, outcome, seconds))
 
     def _check_time(self) -> None:
         limit = self._setup.wall_seconds + ANSWER_SECONDS
@@ -217,14 +247,16 @@ class Compiler:
         self._loading_since = None
         error = SapwoodError("the process that compiles constraints has ended", code="process_died").info()
         running, self._running = self._running, {}
-        self._done.extend((n, Outcome(error=error), 0.0) for n, run in running.items() if run.wanted)
+        for number in running:
+            self._finish(number, Outcome(error=error))
         if was_loading:
             self._fail_all(Unavailable("the process that compiles constraints could not start").info())
 
     def _fail_all(self, error: ErrorInfo) -> None:
+        """All that waits."""
         for queue in (self._quick, self._slow):
-            self._done.extend((number, Outcome(error=error), 0.0) for number, _ in queue)
-            queue.clear()
+            while queue:
+                self._finish(queue.take(), Outcome(error=error))
 
 
 def _why(ended: Ended, field: str, setup: Setup) -> SapwoodError:
@@ -233,9 +265,10 @@ def _why(ended: Ended, field: str, setup: Setup) -> SapwoodError:
         return BadRequest(
             f"{field} took more than {setup.cpu_seconds:g} s of computing to compile", param=field
         )
-    if ended.signal == signal.SIGALRM:
-        return BadRequest(
-            f"{field} was not compiled within {setup.wall_seconds:g} s ({ended.seconds:.1f} s of computing)",
+    if ended.signal == signal.SIGALRM:  # it was not given the time that it may take: no fault of its own
+        return Unavailable(
+            f"{field} was not compiled within {setup.wall_seconds:g} s, of which it could compute for"
+            f" {ended.seconds:.1f} s: the machine is busy; try again later",
             param=field,
         )
     if ended.signal in OF_THE_CONSTRAINT:

@@ -11,20 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sapwood.srt.grammar import charset
-from sapwood.srt.grammar.lexemes import Call, Tree, emitted, nullable_rules, starts_of
-from sapwood.srt.grammar.limits import MAX_DEPTH
+from sapwood.srt.grammar import charset, user_lark
+from sapwood.srt.grammar.lexemes import (
+    Call,
+    Tree,
+    calls_of,
+    emitted,
+    nullable_rules,
+    regular_rules,
+    starts_of,
+)
+from sapwood.srt.grammar.limits import MAX_DEPTH, MAX_REPEAT
 from sapwood.srt.grammar.parts import Parts
-from sapwood.srt.grammar.regex import Chars, Choice, Repeat, Sequence
+from sapwood.srt.grammar.regex import Chars, Choice, Node, Repeat, Sequence, text as string
 
 MAX_RULES = 500
-MAX_REPEAT = 10_000
-_LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:(?!:))", re.MULTILINE)
-_LARK_TOKENS = re.compile(
-    r'"(?:[^"\\]|\\.)*"|/(?!/)(?:[^/\\\n]|\\.)+/|#[^\n]*|//[^\n]*'
-    r"|(?P<bad>%(?!ignore\b|import\b|regex\b|if\b|llguidance\b)\w*|@[\w-]+|<[^<>\s]+>|\[[^\]\n]*\]\s*:)"
-)
-_LAZY = re.compile(r"\[\s*(lazy|suffix\s*=.*)\]\s*:")
 _TOKEN = re.compile(
     r"(?P<space>(?:\s|#[^\n]*)+)|(?P<head>[A-Za-z_][\w.-]*)(?=\s*::=)|(?P<name>[A-Za-z_][\w.-]*)|(?P<is>::=)"
     r'|(?P<text>"(?:[^"\\\n]|\\.)*")|(?P<set>\[\^?(?:[^\]\\\n]|\\.)*\])|(?P<count>\{[^}\n]*\})|(?P<mark>[()|*+?.])'
@@ -45,38 +46,57 @@ class Token:
 
 def written(text: str, parts: Parts) -> str:
     """The expression of a grammar. Raises BadRequest naming the rule and the line that is wrong."""
-    return parts.nested(checked_lark(text, parts)) if is_lark(text) else rules(text, parts)
-
-
-def is_lark(text: str) -> bool:
-    return _LARK.search(text) is not None
+    return parts.nested(checked_lark(text, parts)) if user_lark.is_lark(text) else rules(text, parts)
 
 
 def checked_lark(text: str, parts: Parts) -> str:
-    """A Lark grammar as it is. Raises BadRequest for what in it leads beyond text, or around the limits."""
-    for found in _LARK_TOKENS.finditer(text):
-        bad = found.group("bad")
-        if bad and not _LAZY.fullmatch(bad):
-            line = text.count("\n", 0, found.start()) + 1
-            raise parts.refusal(f"line {line}: {bad[:40]} is not supported in a Lark grammar")
+    """A Lark grammar as it is. Raises BadRequest for what `user_lark.check` refuses."""
+    try:
+        user_lark.check(text)
+    except ValueError as error:
+        raise parts.refusal(str(error)) from None
     return text
 
 
-def rules(text: str, parts: Parts, where: str = "") -> str:
-    """The expression of an EBNF grammar, by its rule `root`. Raises BadRequest as `written` does."""
+def rules(text: str, parts: Parts, where: str = "", ends: tuple[str, ...] = ()) -> str:
+    """The expression of an EBNF grammar, by its rule `root`, and one of the ends behind it, if there are any.
+
+    Raises BadRequest as `written` does.
+    """
+    trees = _trees(text, parts, where)
+    try:
+        if not ends or "root" in regular_rules(trees):
+            return parts.text(ends, before=emitted(trees, "root", parts.rules))
+        # The ends are a part of the grammar, which none of its words takes; special tokens are no text.
+        closed: Any = (Call("root"), Choice(tuple(map(string, ends))))
+        options = [emitted({**trees, "": Sequence(closed)}, "", parts.rules)]
+        special = [token for end in ends if (token := parts.special(end)) is not None]
+        options += [f"{emitted(trees, 'root', parts.rules)} <[{token}]>" for token in special]
+        return parts.rules.rule(" | ".join(options))
+    except ValueError as error:
+        raise parts.refusal(str(error), where) from None
+
+
+def pattern(text: str, parts: Parts, where: str) -> Node | None:
+    """The tree of the texts of an EBNF grammar, if that is regular. Raises BadRequest as `written` does."""
+    trees = _trees(text, parts, where)
+    try:
+        return regular_rules(trees).get("root")
+    except ValueError as error:
+        raise parts.refusal(str(error), where) from None
+
+
+def _trees(text: str, parts: Parts, where: str) -> dict[str, Tree]:
     reader = _Reader(text, parts, where)
     trees = reader.grammar()
     if "root" not in trees:
         raise parts.refusal("the rule root is missing", where)
     for name, tree in trees.items():
-        for call in _calls(tree):
+        for call in sorted(calls_of(tree)):
             if call not in trees:
                 raise reader.error(f"the rule {call} is not defined, used in {name}", reader.lines[name])
     _check(trees, reader)
-    try:
-        return emitted(trees, "root", parts.rules)
-    except ValueError as error:
-        raise parts.refusal(str(error), where) from None
+    return trees
 
 
 def _check(trees: dict[str, Tree], reader: _Reader) -> None:
@@ -96,16 +116,6 @@ def _check(trees: dict[str, Tree], reader: _Reader) -> None:
     for name in trees:
         if name not in ending:
             raise reader.error(f"the rule {name} admits no text that ends", reader.lines[name])
-
-
-def _calls(tree: Tree) -> Iterator[str]:
-    if isinstance(tree, Call):
-        yield tree.name
-    elif isinstance(tree, Repeat):
-        yield from _calls(tree.node)
-    elif isinstance(tree, Sequence | Choice):
-        for part in tree.parts if isinstance(tree, Sequence) else tree.options:
-            yield from _calls(part)
 
 
 def _ends(tree: Tree, ending: set[str]) -> bool:

@@ -74,6 +74,7 @@ def _reached(reader: Reader, pointer: str, schema: Any, sure: bool) -> Iterator[
         if place in seen or not isinstance(part, dict):
             continue
         seen.add(place)
+        reader.check(place, part)
         reader.budget.spend()
         yield place, part
         nested = [below(place, "allOf", i) for i in range(len(part.get("allOf", ())))]

@@ -65,15 +65,24 @@ def _rules(reader: Reader, root: str) -> dict[str, Form]:
 def _settled(reader: Reader, pointer: str, keyword: str, head: Form) -> Form:
     shapes: list[Shape] = []
     for shape in head:
-        try:
-            shapes += _expanded(shape, reader.algebra)
-        except Inexact as error:
-            reader.inexact(pointer, error.keyword or keyword, error.reason)
-            shapes.append(_loosened(shape))
+        shapes += _enforceable(reader, pointer, keyword, shape)
     try:
         return reader.algebra.union(shapes)
     except Inexact as error:
         raise reader.refusal(pointer, error.keyword or keyword, error.reason) from None
+
+
+def _enforceable(reader: Reader, pointer: str, keyword: str, shape: Shape) -> list[Shape]:
+    """The shape as a Document may have it; what of it cannot be is left out, one thing after the other."""
+    while True:
+        try:
+            return _expanded(shape, reader.algebra)
+        except Inexact as error:
+            reader.inexact(pointer, error.keyword or keyword, error.reason)
+            loosened = _loosened(shape, error.keyword)
+            if loosened == shape:
+                return [shape]
+            shape = loosened
 
 
 def _expanded(shape: Shape, algebra: Algebra) -> list[Shape]:
@@ -86,13 +95,15 @@ def _expanded(shape: Shape, algebra: Algebra) -> list[Shape]:
     return [shape]
 
 
-def _loosened(shape: Shape) -> Shape:
-    """The shape without what cannot be enforced, for a lenient schema."""
-    if isinstance(shape, Object):
+def _loosened(shape: Shape, keyword: str) -> Shape:
+    """The shape without what a keyword (empty: some combination) asks for, for a lenient schema."""
+    if isinstance(shape, Object) and keyword == "minProperties":
         most = sum(prop.required for prop in shape.properties) + 1
-        return replace(shape, needs=(), low=min(shape.low, most))
+        return replace(shape, low=min(shape.low, most))
+    if isinstance(shape, Object):
+        return replace(shape, needs=())
     if isinstance(shape, Array):
-        return replace(shape, needs=(), unique=False)
+        return replace(shape, unique=False) if keyword == "uniqueItems" else replace(shape, needs=())
     return replace(shape, multiple_of=()) if isinstance(shape, Number) else shape
 
 

@@ -45,7 +45,9 @@ def chars(ranges: Ranges) -> str:
     paired = charset.intersection(ranges, _PAIRED)
     if paired:
         forms.append(_pairs(paired))
-    return forms[0] if len(forms) == 1 else "(?:" + "|".join(forms) + ")"
+    # An escape alone is more than one character of the regex: a repeat would take only its last digit.
+    single = len(forms) == 1 and bool(raw)
+    return forms[0] if single else "(?:" + "|".join(forms) + ")"
 
 
 def _digits(ranges: Ranges, width: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["full", "limited", "annotation", "refused"]
-Value = Literal["any", "schema", "schemas", "list", "names", "number", "count", "flag", "text", "strings"]
+Value = Literal["any", "schema", "schemas", "list", "names", "number", "count", "flag", "text"]
 
 
 @dataclass(frozen=True, slots=True)

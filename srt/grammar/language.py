@@ -7,7 +7,7 @@ each tree is a union of at most four: bound to the beginning, to the end, to bot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import product
+from itertools import groupby, product
 
 from sapwood.srt.grammar import charset
 from sapwood.srt.grammar.charset import Ranges
@@ -17,6 +17,7 @@ Edges = tuple[bool, bool]
 """Whether strings begin and end where the text does."""
 FREE: Edges = (False, False)
 ANYTHING = Repeat(Chars(charset.ALL), 0, None)
+NOTHING = Choice(())
 
 
 def searched(node: Node) -> Node:
@@ -44,7 +45,7 @@ def bound(node: Node) -> dict[Edges, Node]:
     if isinstance(node, Repeat):
         inner = bound(node.node)
         if set(inner) <= {FREE}:
-            return {FREE: node}
+            return {FREE: Repeat(inner.get(FREE, NOTHING), node.low, node.high)}
         if node.high is None or node.high > 1:
             raise ValueError("an anchor inside a repeated group is not supported")
         return inner if node.low else bound(Choice((node.node, EMPTY) if node.high else (EMPTY,)))
@@ -68,13 +69,15 @@ def _shortest(node: Node, last: bool) -> Node:
         return Repeat(node.node, node.low, node.low) if node.low else EMPTY
     if isinstance(node, Choice):
         return Choice(tuple(_shortest(option, last) for option in node.options))
-    if not isinstance(node, Sequence) or not node.parts:
+    if not isinstance(node, Sequence):
         return node
-    at, rest = (-1, node.parts[:-1]) if last else (0, node.parts[1:])
-    part = _shortest(node.parts[at], last)
-    if part == EMPTY:
-        return _shortest(Sequence(rest), last)
-    return Sequence((*rest, part) if last else (part, *rest))
+    parts, at = list(node.parts), -1 if last else 0
+    while parts:
+        parts[at] = _shortest(parts[at], last)
+        if parts[at] != EMPTY:
+            break
+        parts.pop(at)
+    return Sequence(tuple(parts))
 
 
 def _united(parts: Iterable[tuple[Edges, Node]]) -> dict[Edges, Node]:
@@ -85,12 +88,13 @@ def _united(parts: Iterable[tuple[Edges, Node]]) -> dict[Edges, Node]:
 
 
 def _sequence(node: Sequence) -> dict[Edges, Node]:
-    parts = [bound(part) for part in node.parts]
-    if all(set(part) <= {FREE} for part in parts):
-        return {FREE: node}
     total: dict[Edges, Node] = {FREE: EMPTY}
-    for part in parts:
-        total = _united(_joined(total, part))
+    for free, run in groupby(map(bound, node.parts), lambda part: set(part) <= {FREE}):
+        parts = list(run)
+        if free:
+            parts = [{FREE: Sequence(tuple(part.get(FREE, NOTHING) for part in parts))}]
+        for part in parts:
+            total = _united(_joined(total, part))
     return total
 
 
@@ -101,7 +105,9 @@ def _joined(first: dict[Edges, Node], second: dict[Edges, Node]) -> Iterator[tup
             continue
         pair = (EMPTY if right[0] else before, EMPTY if left[1] else after)
         edges = (left[0] or right[0], left[1] or right[1])
-        yield edges, Sequence(tuple(node for node in pair if node != EMPTY))
+        # Flat, or a pattern of many parts would be nested as deep.
+        flat = [node.parts if isinstance(node, Sequence) else (node,) for node in pair]
+        yield edges, Sequence((*flat[0], *flat[1]))
 
 
 def nullable(node: Node) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from sapwood.srt.grammar import numbers, strings
+from sapwood.srt.grammar import arrays, numbers, strings
 from sapwood.srt.grammar.form import (
     ANY_NAME,
     EVERYTHING,
@@ -26,10 +26,10 @@ from sapwood.srt.grammar.form import (
     String,
 )
 from sapwood.srt.grammar.json_text import PRELUDE
+from sapwood.srt.grammar.limits import MAX_UNIQUE
 from sapwood.srt.grammar.members import Member, Members
 from sapwood.srt.grammar.rules import Rules, quote, repeated
 
-MAX_UNIQUE = 32
 MAX_PREFIX = 256
 MAX_ITEMS = 1_000_000
 """Items of an array and characters of a string that are counted."""
@@ -183,19 +183,10 @@ class Emitter:
 
     def _listed(self, form: Form) -> list[str]:
         """The terminals of a finite list of scalars, one for each value."""
-        single: list[Shape] = []
-        for shape in form:
-            if isinstance(shape, Null):
-                single.append(shape)
-            elif isinstance(shape, Boolean):
-                single += [Boolean((value,)) for value in shape.values]
-            elif isinstance(shape, Number) and shape.values is not None:
-                single += [Number(values=(value,)) for value in shape.values]
-            elif isinstance(shape, String) and shape.values is not None:
-                single += [String(values=(value,)) for value in shape.values]
-            else:
-                raise ValueError("uniqueItems of what is no finite list of scalars")
-        written = [self.form((shape,)) for shape in dict.fromkeys(single)]
+        values = arrays.singles(form)
+        if values is None:
+            raise ValueError("uniqueItems of what is no finite list of scalars")
+        written = [self.form((shape,)) for shape in values]
         return [item for item in written if item is not None]
 
     def _object(self, shape: Object) -> str | None:

@@ -8,14 +8,26 @@ So the result is exact for every grammar, and fast for those whose words are tol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sapwood.srt.grammar.automaton import LOST, Automaton, State
+from sapwood.srt.grammar.automaton import LOST, Automaton, State, whole
+from sapwood.srt.grammar.charset import representatives
 from sapwood.srt.grammar.language import nullable, plain, written
 from sapwood.srt.grammar.limits import Budget, TooMuch
-from sapwood.srt.grammar.regex import MAX_SIZE, Anchor, Chars, Choice, Node, Repeat, Sequence, size
+from sapwood.srt.grammar.regex import (
+    MAX_SIZE,
+    Chars,
+    Choice,
+    Node,
+    Repeat,
+    Sequence,
+    parts_of,
+    rebuilt,
+    sets_of,
+    size,
+)
 from sapwood.srt.grammar.rules import Rules, repeated
 
 MAX_STEPS = 500_000
@@ -37,23 +49,6 @@ class Word:
 
 Tree = Call | Word | Node
 """A rule's body: a pattern's tree (without anchors) in which other rules may stand."""
-
-
-def parts_of(tree: Tree) -> tuple[Any, ...]:
-    if isinstance(tree, Sequence):
-        return tree.parts
-    if isinstance(tree, Choice):
-        return tree.options
-    return (tree.node,) if isinstance(tree, Repeat) else ()
-
-
-def rebuilt(tree: Tree, change: Callable[[Any], Any]) -> Tree:
-    """The same tree with its parts changed."""
-    if isinstance(tree, Sequence):
-        return Sequence(tuple(map(change, tree.parts)))
-    if isinstance(tree, Choice):
-        return Choice(tuple(map(change, tree.options)))
-    return Repeat(change(tree.node), tree.low, tree.high) if isinstance(tree, Repeat) else tree
 
 
 def nullable_rules(trees: dict[str, Tree]) -> set[str]:
@@ -88,17 +83,27 @@ def starts_of(tree: Tree, empties: set[str]) -> set[str]:
     return found
 
 
-def emitted(trees: dict[str, Tree], root: str, rules: Rules) -> str:
-    """The expression of a rule in `rules`. Raises ValueError if the grammar is too large."""
-    reach = {
-        name: {call.name for call in _leaves(tree) if isinstance(call, Call)} for name, tree in trees.items()
-    }
-    regular: dict[str, Node] = {}
-    while more := {name for name in trees if name not in regular and reach[name] <= set(regular)}:
+def calls_of(tree: Tree) -> set[str]:
+    """The rules that stand in a tree."""
+    return {leaf.name for leaf in _leaves(tree) if isinstance(leaf, Call)}
+
+
+def regular_rules(trees: dict[str, Tree]) -> dict[str, Node]:
+    """The rules that do not lead back to themselves, as patterns. Raises ValueError if one is too large."""
+    reach = {name: calls_of(tree) for name, tree in trees.items()}
+    found: dict[str, Node] = {}
+    while more := {name for name in trees if name not in found and reach[name] <= set(found)}:
         for name in more:
-            regular[name] = _inlined(trees[name], regular)
-            if size(regular[name]) > MAX_SIZE // 10:
+            found[name] = _inlined(trees[name], found)
+            if size(found[name]) > MAX_SIZE // 10:
                 raise ValueError(f"the rule {name} stands for more than {MAX_SIZE // 10} characters")
+    return found
+
+
+def emitted(trees: dict[str, Tree], root: str, rules: Rules) -> str:
+    """The expression of a rule in `rules`; a terminal if that is regular. Raises ValueError if the grammar is
+    too large."""
+    regular = regular_rules(trees)
     if root in regular:
         return _terminal(regular[root], rules)
     kept = {name: _worded(tree, regular) for name, tree in trees.items() if name not in regular}
@@ -216,18 +221,15 @@ class _Separation:
 
     def _characters(self) -> list[str]:
         """One character for each way in which the words' sets tell them apart."""
-        edges = {0}
-        for tree in self._trees.values():
-            for leaf in _leaves(tree):
-                if isinstance(leaf, Word):
-                    _add_edges(leaf.node, edges)
-        self._budget.spend(len(edges))
-        return [chr(point) for point in sorted(edges) if point <= 0x10FFFF and not 0xD800 <= point <= 0xDFFF]
+        words = [leaf for tree in self._trees.values() for leaf in _leaves(tree) if isinstance(leaf, Word)]
+        sets = {ranges for word in words for ranges in sets_of(word.node)}
+        # Each edge of a set is looked for in all of them.
+        self._budget.spend(len(sets) * sum(map(len, sets)))
+        return representatives(sets)
 
     def _automaton(self, word: Word) -> Automaton:
         if word.node not in self._automata:
-            whole = Sequence((Anchor(end=False), word.node, Anchor(end=True)))
-            self._automata[word.node] = Automaton(whole, self._budget)
+            self._automata[word.node] = whole(word.node, self._budget)
         return self._automata[word.node]
 
     def _first_characters(self, word: Word, chars: list[str]) -> set[str]:
@@ -301,11 +303,3 @@ class _Separation:
                 self._walk(part, after, places, empties)
                 first = self._first(part, places, empties)
                 after = first | after if _empty(part, empties) else first
-
-
-def _add_edges(node: Node, edges: set[int]) -> None:
-    if isinstance(node, Chars):
-        for low, high in node.ranges:
-            edges |= {low, high + 1}
-    for part in parts_of(node):
-        _add_edges(part, edges)

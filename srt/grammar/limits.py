@@ -6,6 +6,8 @@ MAX_TEXT = 64 * 1024
 """Bytes of a constraint's text."""
 MAX_DEPTH = 64
 """Arrays and objects within each other, in a schema's text."""
+MAX_REPEAT = 10_000
+"""Times that a counted repeat asks for the same."""
 MAX_ENUM = 4096
 """Values in all the enums of a schema together."""
 MAX_ALTERNATIVES = 256

@@ -21,6 +21,8 @@ DOUBLE_DIGITS = 15
 MAX_LISTED = 1000
 """Multiples that are listed one by one, and the largest multipleOf else: its automaton has as many states."""
 NESTED_DIGITS = 15
+NESTED_SCALE = 6
+"""Digits behind the point of a step by which the engine counts: it does so in 32 bits."""
 
 # At most 287: with 20 digits before and behind the point neither infinite nor denormal as a double.
 _EXPONENT = r"(?:[eE][-+]?(?:0?[0-9]{1,2}|1[0-9]{2}|2[0-7][0-9]|28[0-7]))?"
@@ -49,9 +51,10 @@ def nested(shape: Number) -> str | None:
     if shape.values is not None or step is None or _listed(shape, step) is not None or _regular(step):
         return None
     scale = _scale(step)
-    if scale is None or step * 10**scale > MAX_LISTED:
+    if scale is None or scale > NESTED_SCALE or step * 10**scale > MAX_LISTED:
         raise ValueError(
-            f"multipleOf {_shown(step)} is supported up to {MAX_LISTED} only, or with few multiples"
+            f"multipleOf {_shown(step)} is supported up to {MAX_LISTED} only, in units of its last digit, "
+            f"which is at most the {NESTED_SCALE}th behind the point, or with few multiples"
         )
     if shape.excluded or shape.fractional:
         raise ValueError(f"multipleOf {_shown(step)} is not supported beside excluded values")

@@ -313,7 +313,7 @@ def _expand_need(shape: Object, algebra: Algebra) -> list[Object]:
         for one in _among_others(bare, kinds, algebra):
             out += expand(one, algebra)
     if len(out) > 64:
-        raise Inexact("too many ways to have a property of a kind", "minProperties")
+        raise Inexact("too many ways to have a property of a kind")
     return out
 
 

@@ -23,8 +23,9 @@ MAX_GAP = 4
 """Line ends between the text after which a constraint begins and what it constrains."""
 
 ANYTHING = "/(?s:.*)/"
+_JSON_STRING = r'"(?:[^"\\]|\\.)*"'
 _JSON_PIECES = re.compile(
-    r'"(?:[^"\\\\]|\\\\.)*"|[{}\[\]]|[,:] |(?:(?!"(?:[^"\\\\]|\\\\.)*")[^{}\[\],:]|[,:](?! ))+|.', re.DOTALL
+    rf"{_JSON_STRING}|[{{}}\[\]]|[,:] |(?:(?!{_JSON_STRING})[^{{}}\[\],:]|[,:](?! ))+|.", re.DOTALL
 )
 
 
@@ -47,6 +48,10 @@ class Parts:
     def refusal(self, reason: str, where: str = "") -> BadRequest:
         return BadRequest(f"{where or self._field}: {reason}", param=self._field)
 
+    def special(self, text: str) -> int | None:
+        """The special token that is written so, if there is one."""
+        return self._engine.special(text)
+
     def schema(self, text: str, where: str = "") -> str:
         """The JSON documents that a schema allows."""
         document = read(text, where or self._field)
@@ -59,15 +64,18 @@ class Parts:
             raise self.refusal("the schema admits no value", where)
         return whole
 
-    def pattern(self, text: str, where: str = "") -> str:
-        """A terminal of the texts that a pattern matches as a whole."""
+    def tree(self, text: str, where: str = "") -> regex.Node:
+        """The texts that a pattern matches as a whole."""
         if not text:
             raise self.refusal("an empty pattern admits only the empty text", where)
         try:
-            tree = language.whole(regex.parse(text))
+            return language.whole(regex.parse(text))
         except ValueError as error:
             raise self.refusal(str(error), where) from None
-        return self.rules.terminal(f"/{language.written(tree, language.plain) or '(?:)'}/")
+
+    def pattern(self, text: str, where: str = "") -> str:
+        """A terminal of the texts that a pattern matches as a whole."""
+        return self.rules.terminal(f"/{language.written(self.tree(text, where), language.plain) or '(?:)'}/")
 
     def choices(self, text: str) -> str:
         """A terminal of the texts in a JSON list."""
@@ -108,6 +116,12 @@ class Parts:
         strings = regex.Choice(tuple(regex.text(text) for text in without))
         unwanted = language.written(language.searched(strings), language.plain)
         return self.rules.terminal(f"{ANYTHING} & ~/{unwanted}/")
+
+    def text(self, ends: Sequence[str], without: Sequence[str] = (), before: str = "") -> str:
+        """`until` the first of some ends; without any, free text (or what stands before) and no end."""
+        if not ends:
+            return before or self.free(without)
+        return f"({' | '.join(self.until(end, without, before) for end in ends)})"
 
     def until(self, ending: str, without: Sequence[str] = (), before: str = "") -> str:
         """Free text up to the first `ending`, with it, and without some other strings.

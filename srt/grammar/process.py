@@ -22,13 +22,14 @@ from sapwood.srt.errors import Overloaded, Unavailable
 from sapwood.srt.grammar.child import Outcome, Setup
 from sapwood.srt.grammar.compiler import Compiler
 from sapwood.srt.grammar.kept import Kept, content
+from sapwood.srt.grammar.turns import Turns
 from sapwood.srt.lifeline import Lifeline
 from sapwood.srt.messages import Compile, Compiled, Forget, GrammarStats
 from sapwood.srt.orders import Boot, Drain
 from sapwood.srt.params import Constraint
 
 MAX_WAITING = 1024
-"""So many calls may wait for an answer; later ones are refused."""
+"""So many calls may wait for an answer. Beyond that the party that has most of them loses its last."""
 MAX_LANES = 4
 STATS_SECONDS = 0.2
 BUSY_SECONDS = 0.2
@@ -42,11 +43,16 @@ class Sender(Protocol):
     def send(self, *batch: Any) -> bool: ...
 
 
+class _Caller(NamedTuple):
+    party: str
+    field: str
+    """Where its request has the constraint."""
+
+
 class _Work(NamedTuple):
     number: int
     constraint: Constraint
-    callers: dict[_Call, str]
-    """Who waits for it, and in which field each has the constraint."""
+    callers: dict[_Call, _Caller]
 
 
 class GrammarLoop:
@@ -64,6 +70,7 @@ class GrammarLoop:
         self._told_at = 0.0
         self._kept = Kept()
         self._calls: dict[_Call, _Work] = {}
+        self._waiting: Turns[_Call] = Turns()
         self._works: dict[int, _Work] = {}
         self._by_content: dict[bytes, _Work] = {}
         self._next = 0
@@ -113,23 +120,34 @@ class GrammarLoop:
         if (known := self._kept.find(constraint)) is not None:
             self._stats.known += 1
             self._answer(call, known)
-        elif len(self._calls) >= MAX_WAITING:
-            error = Overloaded(f"{MAX_WAITING} constraints wait to be compiled; try again later")
-            self._answer(call, Outcome(error=error.info()))
-        else:
-            self._join(call, constraint)
+        elif self._has_room(call, message.party):
+            self._join(call, constraint, message.party)
 
-    def _join(self, call: _Call, constraint: Constraint) -> None:
+    def _has_room(self, call: _Call, party: str) -> bool:
+        """Whether it may wait; another call may have to give way to it."""
+        self._waiting.put(call, party)
+        if len(self._waiting) <= MAX_WAITING:
+            return True
+        late = self._waiting.shorten(party)
+        self._forget(late)
+        error = Overloaded(f"{MAX_WAITING} constraints wait to be compiled; try again later")
+        self._answer(late, Outcome(error=error.info()))
+        return late != call
+
+    def _join(self, call: _Call, constraint: Constraint, party: str) -> None:
         key = content(constraint)
         work = self._by_content.get(key)
         if work is None:
             self._next += 1
             work = self._by_content[key] = self._works[self._next] = _Work(self._next, constraint, {})
-            self._compiler.put(work.number, constraint)
-        work.callers[call] = constraint.field
+            self._compiler.put(work.number, constraint, party)
+        else:
+            self._compiler.join(work.number, party)
+        work.callers[call] = _Caller(party, constraint.field)
         self._calls[call] = work
 
     def _forget(self, call: _Call) -> None:
+        self._waiting.drop(call)
         if (work := self._calls.pop(call, None)) is not None:
             del work.callers[call]
             if not work.callers:
@@ -139,12 +157,13 @@ class GrammarLoop:
     def _finish(self, work: _Work, outcome: Outcome) -> None:
         self._kept.keep(work.constraint, outcome)
         del self._by_content[content(work.constraint)]
-        for call, field in work.callers.items():
-            del self._calls[call]
+        for call, (party, field) in work.callers.items():
             if outcome.error is None or field == work.constraint.field:
+                del self._calls[call]
+                self._waiting.drop(call)
                 self._answer(call, outcome)
             else:  # what is wrong is told with the request's own field
-                self._join(call, msgspec.structs.replace(work.constraint, field=field))
+                self._join(call, msgspec.structs.replace(work.constraint, field=field), party)
 
     def _answer(self, call: _Call, outcome: Outcome) -> None:
         tokenizer, number = call

@@ -6,12 +6,14 @@ it is taken too. Lazy quantifiers mean the same strings as greedy ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from sapwood.srt.grammar import charset
 from sapwood.srt.grammar.charset import Ranges
+from sapwood.srt.grammar.limits import MAX_REPEAT
 
-MAX_REPEAT = 10_000
 MAX_SIZE = 1_000_000
 """Characters that a pattern stands for when its counted repeats are written out."""
 MAX_DEPTH = 64
@@ -76,11 +78,32 @@ def size(node: Node) -> int:
     """How many characters and choices a tree has when its repeats are written out."""
     if isinstance(node, Repeat):
         return max(1, node.high if node.high is not None else node.low) * size(node.node)
-    if isinstance(node, Sequence):
-        return 1 + sum(size(part) for part in node.parts)
-    if isinstance(node, Choice):
-        return 1 + sum(size(option) for option in node.options)
-    return 1
+    return 1 + sum(map(size, parts_of(node)))
+
+
+def parts_of(tree: Any) -> tuple[Any, ...]:
+    """What a tree is made of, which may be trees of another kind (lexemes.py); nothing if it is a leaf."""
+    if isinstance(tree, Sequence):
+        return tree.parts
+    if isinstance(tree, Choice):
+        return tree.options
+    return (tree.node,) if isinstance(tree, Repeat) else ()
+
+
+def rebuilt(tree: Any, change: Callable[[Any], Any]) -> Node:
+    """The same tree with its parts changed."""
+    if isinstance(tree, Sequence):
+        return Sequence(tuple(map(change, tree.parts)))
+    if isinstance(tree, Choice):
+        return Choice(tuple(map(change, tree.options)))
+    return Repeat(change(tree.node), tree.low, tree.high) if isinstance(tree, Repeat) else tree
+
+
+def sets_of(tree: Any) -> set[Ranges]:
+    """All sets of characters in a tree."""
+    if isinstance(tree, Chars):
+        return {tree.ranges}
+    return {ranges for part in parts_of(tree) for ranges in sets_of(part)}
 
 
 def text(value: str) -> Node:

@@ -11,7 +11,9 @@ MAX_TEXT = 1 << 20
 """Bytes of a written grammar."""
 MAX_NESTED = 1000
 """Rules that lead to each other, one after the other."""
-_NAMES = re.compile(r"\br\d+\b")
+MAX_LEVELS = 1200
+"""The same with the brackets within each other in each of them."""
+_NAMES = re.compile(r'"(?:[^"\\]|\\.)*"|\br\d+\b|[()]')
 
 
 class Rules:
@@ -60,16 +62,20 @@ class Rules:
         # The engine reads a rule within the rule that it is met in, on its stack.
         bodies = {name.partition("::")[0].partition("[")[0]: body for name, body in self._bodies.items()}
         seen: set[str] = set()
-        path = [iter(_NAMES.findall(start))]
+        names, total = _within(start)
+        path = [(iter(names), total)]
         while path:
-            name = next(path[-1], None)
+            name = next(path[-1][0], None)
             if name is None:
-                path.pop()
+                total -= path.pop()[1]
             elif name not in seen and name in bodies:
                 seen.add(name)
-                path.append(iter(_NAMES.findall(bodies[name])))
-                if len(path) > MAX_NESTED:
-                    raise ValueError(f"its grammar has more than {MAX_NESTED} rules within each other")
+                names, levels = _within(bodies[name])
+                total += levels
+                path.append((iter(names), levels))
+                if len(path) > MAX_NESTED or total > MAX_LEVELS:
+                    what = f"{MAX_NESTED} rules, or {MAX_LEVELS} rules and brackets,"
+                    raise ValueError(f"its grammar has more than {what} within each other")
 
     def _name(self, body: str, kind: str) -> str:
         key = kind + body
@@ -78,6 +84,20 @@ class Rules:
             self._named[key] = f"{kind}{self._count}"
             self.define(self._named[key], body)
         return self._named[key]
+
+
+def _within(body: str) -> tuple[list[str], int]:
+    """The rules in a body, and how many levels it has itself."""
+    names, depth, most = [], 0, 0
+    for found in _NAMES.findall(body):
+        if found == "(":
+            depth += 1
+            most = max(most, depth)
+        elif found == ")":
+            depth -= 1
+        elif found[0] != '"':
+            names.append(found)
+    return names, 1 + most
 
 
 def quote(text: str) -> str:

@@ -225,13 +225,29 @@ class Reader:
             found = self.guarded(pointer, keyword, found, partial(_less, self.algebra, head))
         return found
 
-    def guarded(self, pointer: str, keyword: str, acc: Form, step: Callable[[Form], Form]) -> Form:
-        """What a step makes of a form; where that is not exact, a refusal or, if lenient, the same form."""
+    def guarded(
+        self, pointer: str, keyword: str, acc: Form, step: Callable[[Form], Form], *beside: str
+    ) -> Form:
+        """What a step makes of a form; where that is not exact, a refusal or, if lenient, the same form.
+
+        A step that is not taken is one of its `keyword` and of those `beside` it, and warns of all of them.
+        """
         try:
             return step(acc)
         except Inexact as error:
-            self.inexact(pointer, error.keyword or keyword, error.reason)
+            fault = error.keyword or keyword
+            self.inexact(pointer, fault, error.reason)
+            for word in dict.fromkeys((keyword, *beside)):
+                if word != fault:
+                    self.warn(pointer, word, f"it cannot be told without its {fault}")
             return acc
+        except wellformed.Malformed as error:
+            raise self.refusal(pointer, error.keyword, error.reason) from None
+
+    def check(self, pointer: str, schema: Any) -> None:
+        """Raise BadRequest if what stands at a place is no schema, as far as its own keywords go."""
+        try:
+            wellformed.check(schema)
         except wellformed.Malformed as error:
             raise self.refusal(pointer, error.keyword, error.reason) from None
 
@@ -247,18 +263,16 @@ class Reader:
 
     def _read(self, pointer: str) -> Form:
         schema = self.places.at(pointer)
-        try:
-            wellformed.check(schema)
-        except wellformed.Malformed as error:
-            raise self.refusal(pointer, error.keyword, error.reason) from None
+        self.check(pointer, schema)
         if isinstance(schema, bool):
             return EVERYTHING if schema else ()
         schema = self._in_force(pointer, schema)
         found = EVERYTHING
-        for keyword, step in applicators.steps_for(schema):
+        for keywords, step in applicators.steps_for(schema):
             if found:
+                keyword = keywords[0]
                 self.where = (pointer, keyword)
-                found = self.guarded(pointer, keyword, found, partial(step, self, pointer, schema))
+                found = self.guarded(pointer, keyword, found, partial(step, self, pointer, schema), *keywords)
                 if not found:
                     self.emptied.append((pointer, keyword))
         return found

@@ -55,7 +55,12 @@ def shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return int(value) if isinstance(value, Fraction) and value.denominator == 1 else str(float(value))
+    if value.denominator == 1:
+        return int(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return int(value)
 
 
 def is_schema(value: Any) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect
-
-from sapwood.srt.grammar.automaton import FOUND, LOST, Automaton, State, lengths_of, sets_of, surely_found
-from sapwood.srt.grammar.charset import Ranges
+from sapwood.srt.grammar.automaton import FOUND, LOST, Automaton, State, lengths_of, surely_found
+from sapwood.srt.grammar.charset import representatives
 from sapwood.srt.grammar.form import String
 from sapwood.srt.grammar.formats import FORMATS
 from sapwood.srt.grammar.limits import Budget, TooMuch
-from sapwood.srt.grammar.regex import parse
+from sapwood.srt.grammar.regex import parse, sets_of
 
 _SEARCH_STEPS = 4_000
 """Steps of one search for a string of a kind; where they do not suffice there is taken to be one."""
@@ -92,7 +90,7 @@ class _Search:
         self._words = words
         self._starts = {word[:i] for word in words for i in range(len(word) + 1)}
         sets = {ranges for automaton in wanted + unwanted for ranges in sets_of(automaton.node)}
-        self._chars = _representatives(list(sets), {char for word in words for char in word})
+        self._chars = representatives(sets, {char for word in words for char in word})
 
     def none_found(self) -> bool:
         start: _Place = (tuple(a.start for a in self._automata), "")
@@ -145,25 +143,3 @@ class _Search:
 
 def _formats(shape: String) -> tuple[str, ...]:
     return tuple(FORMATS[name] for name in shape.formats)
-
-
-def _representatives(sets: list[Ranges], singles: set[str]) -> list[str]:
-    """Characters of which each stands for all that are in the same sets."""
-    lows = [[low for low, _ in ranges] for ranges in sets]
-    edges = {0, *(point + step for point in map(ord, singles) for step in (0, 1))}
-    for ranges in sets:
-        for low, high in ranges:
-            edges |= {low, high + 1}
-    found: dict[tuple[object, ...], str] = {}
-    for point in sorted(edges):
-        if point > 0x10FFFF or 0xD800 <= point <= 0xDFFF:
-            continue
-        kind = (
-            *(
-                (at := bisect(starts, point)) > 0 and point <= r[at - 1][1]
-                for starts, r in zip(lows, sets, strict=True)
-            ),
-            chr(point) if chr(point) in singles else "",
-        )
-        found.setdefault(kind, chr(point))
-    return list(found.values())

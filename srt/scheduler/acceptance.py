@@ -52,13 +52,16 @@ class Rates:
 
 @dataclass(slots=True)
 class Drafting:
-    """One sequence's. `source` is that of its draft in flight. What was found but not proposed is `noted`,
-    with the length at which it begins, and compared with what comes there: so rates change at no cost. After
-    a draft of which nothing was kept there is none for `gap` tokens."""
+    """One sequence's. `proposed` is its draft in flight, of this `source`. What was found but not proposed is
+    `noted`, with the length at which it begins, and compared with what comes there: so rates change at no
+    cost. After a draft that has given nothing there is none for `gap` tokens; forced text is proposed again
+    from the length `forced_from` on."""
 
     rates: Rates
+    proposed: Int32s = field(default_factory=lambda: np.empty(0, np.int32))
     source: Source = Source.FORCED
     gap: int = FIRST_GAP
+    forced_from: int = 0
     noted: list[tuple[Source, Int32s]] = field(default_factory=list)
     noted_at: int = 0
 

@@ -108,8 +108,10 @@ def look(state: State, at: npt.NDArray[np.int32]) -> None:
 
 def force(state: State, sequence: Sequence, forced: bytes) -> None:
     """The sequence's grammar leaves no choice of what comes next: it waits, if that is worth it."""
+    rows, row, drafting = state.rows, sequence.row, sequence.drafting
+    if row >= 0 and drafting is not None and rows.length[row] < drafting.forced_from:
+        forced = b""
     sequence.forced = forced
-    rows, row = state.rows, sequence.row
     if row < 0 or not forced or not state.drafts.on:
         return
     count = len(forced) // 4 - int(rows.inflight[row])
@@ -136,21 +138,31 @@ def propose(state: State, ready: npt.NDArray[np.intp], tokens: int, budget: int)
     return proposed
 
 
-def verified(state: State, sequence: Sequence, proposed: int, kept: int, ended: bool) -> None:
-    """Of a draft of so many tokens so many were kept, and, unless the sequence `ended`, not the next one."""
+def verified(state: State, sequence: Sequence, ids: Int32s, ended: bool) -> None:
+    """These ids have come of the step with the sequence's draft: what was kept of it, and the token after
+    that, unless the sequence `ended` before, or the worker had to."""
+    drafting = sequence.drafting
+    assert drafting is not None
+    proposed = len(drafting.proposed)
+    kept, failed = agreement(drafting.proposed, ids)
     sequence.drafted += proposed
     sequence.accepted += kept
     state.counters.drafted_tokens += proposed
     state.counters.accepted_tokens += kept
-    drafting = sequence.drafting
-    assert drafting is not None
-    _learn(state, drafting, drafting.source, kept, kept < proposed and not ended)
-    drafting.gap = FIRST_GAP if kept else drafting.gap
-    if kept or sequence.row < 0 or drafting.source is Source.FORCED:
+    _learn(state, drafting, drafting.source, kept, failed and not ended)
+    if len(ids) > 1:
+        drafting.gap = FIRST_GAP
         return
-    rows = state.rows
-    rows.waits[sequence.row] = False
-    rows.probe[sequence.row] = rows.length[sequence.row] + drafting.gap
+    # One token would have come without a draft, too.
+    rows, row = state.rows, sequence.row
+    if row < 0:
+        return
+    rows.waits[row] = False
+    soonest = int(rows.length[row]) + drafting.gap
+    if drafting.source is Source.FORCED:
+        drafting.forced_from = soonest
+    else:
+        rows.probe[row] = soonest
     drafting.gap = min(2 * drafting.gap, MAX_GAP)
 
 
@@ -180,6 +192,7 @@ def _commit(state: State, row: int, draft: Int32s) -> None:
     rows.proposed[row] = count
     sequence = rows.sequence[row]
     assert sequence is not None
+    _drafting(state, sequence).proposed = draft
     sequence.forced = b""
 
 

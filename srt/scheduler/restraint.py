@@ -30,7 +30,7 @@ class Restraint:
         self._prompts = prompts
 
     def decoding(self, state: State, rows: Rows) -> Rows:
-        """Those of `rows` that may take part in the step; of the tenants' the ones that have paused longest."""
+        """Those of `rows` that may take part in the step: of the tenants' those that have paused longest."""
         over = self._over[state.rows.tenant[rows]]
         theirs = rows[over]
         turns = np.argsort(state.rows.turn[theirs], kind="stable")[: self._tokens]
@@ -38,7 +38,8 @@ class Restraint:
 
     def free(self, state: State, rows: Rows) -> Rows:
         """Those of `rows` that are not the tenants'."""
-        return rows[~self._over[state.rows.tenant[rows]]]
+        others: Rows = rows[~self._over[state.rows.tenant[rows]]]
+        return others
 
     def decoded(self, state: State, rows: Rows) -> None:
         """These rows decode in the step."""

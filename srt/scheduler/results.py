@@ -40,6 +40,14 @@ class _End(NamedTuple):
     matched: int | None
 
 
+class _Drawn(NamedTuple):
+    """What a step has drawn: of its i-th row `counts[i]` ids, from `first[i]` on."""
+
+    ids: npt.NDArray[np.int32]
+    first: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+
+
 def apply(state: State, result: StepResult) -> None:
     """Take in the result of the oldest step in flight, read against what was sent.
 
@@ -48,11 +56,7 @@ def apply(state: State, result: StepResult) -> None:
     """
     sent = state.in_flight.popleft()
     assert sent.number == result.number, (sent.number, result.number)
-    tokens = messages.unpack(result.ids)
-    given = messages.unpack(result.counts) if result.counts else sent.samples
-    ends = np.cumsum(given)
-    assert not len(ends) or ends[-1] == len(tokens), (int(ends[-1]), len(tokens))
-    first = ends - given
+    drawn = _drawn(sent, result)
     failed = {error.row: error.error for error in result.errors}
     _count(state, sent, result)
     here = state.rows.key[sent.rows] == sent.keys
@@ -69,22 +73,45 @@ def apply(state: State, result: StepResult) -> None:
     if sent.prompt_tokens:
         _branch(state, sent, here)
     plain = plain & (sent.samples == 1)
-    ended += _append(state, sent, plain, tokens, first, emitted)
+    ended += _append(state, sent, plain, drawn.ids, drawn.first, emitted)
     for i in np.flatnonzero(~plain).tolist():
-        ids, place = tokens[first[i] : first[i] + given[i]], int(first[i])
-        if sent.samples[i] > 1:
-            if int(sent.rows[i]) not in failed and int(sent.keys[i]) in state.sequences:
-                ended += _fork(state, sent, i, ids, place, emitted)
-        elif not here[i]:
-            ended += _late(state, sent, i, ids, place, failed, emitted)
-        elif sent.drafts is not None and sent.drafts[i]:
-            ended += _verified(state, sent, i, ids, place, emitted)
+        ended += _by_itself(state, sent, i, bool(here[i]), drawn, failed, emitted)
     _send(state, emitted, result.logprobs)
     for end in _with_grammars(state, sent, result, ended):
         finish(state, *end)
     _fail(state, sent, failed)
     if state.drafts.on:
         drafts.look(state, sent.rows[plain])
+
+
+def _drawn(sent: Sent, result: StepResult) -> _Drawn:
+    ids = messages.unpack(result.ids)
+    counts = messages.unpack(result.counts) if result.counts else sent.samples
+    ends = np.cumsum(counts)
+    assert not len(ends) or ends[-1] == len(ids), (int(ends[-1]), len(ids))
+    return _Drawn(ids, ends - counts, counts)
+
+
+def _by_itself(
+    state: State,
+    sent: Sent,
+    i: int,
+    here: bool,
+    drawn: _Drawn,
+    failed: dict[int, ErrorInfo],
+    emitted: _Emitted,
+) -> list[_End]:
+    """A row that forks, has a draft, draws nothing, or is no longer what it was."""
+    place = int(drawn.first[i])
+    ids = drawn.ids[place : place + drawn.counts[i]]
+    if sent.samples[i] > 1:
+        there = int(sent.rows[i]) not in failed and int(sent.keys[i]) in state.sequences
+        return _fork(state, sent, i, ids, place, emitted) if there else []
+    if not here:
+        return _late(state, sent, i, ids, place, failed, emitted)
+    if sent.drafts is not None and sent.drafts[i]:
+        return _verified(state, sent, i, ids, place, emitted)
+    return []
 
 
 def _fail(state: State, sent: Sent, failed: dict[int, ErrorInfo]) -> None:
@@ -213,9 +240,8 @@ def _verified(
     rows.done[row] = rows.planned[row] = valid
     rows.private[row] -= planned - valid
     state.pool.free(rows.slots[row, valid:planned])
-    state.queue.generated(rows.tenant[row : row + 1].repeat(taken))
     state.counters.surplus_tokens += len(ids) - taken
-    drafts.verified(state, sequence, proposed, min(taken, len(ids) - 1), bool(ended))
+    drafts.verified(state, sequence, ids[:taken], bool(ended))
     return ended
 
 
@@ -248,8 +274,8 @@ def _late(
         before = len(sequence.ids)
         ended = _take(state, sequence, ids, place, emitted)
         if sent.drafts is not None and sent.drafts[i]:
-            kept = min(len(sequence.ids) - before, len(ids) - 1)
-            drafts.verified(state, sequence, int(sent.drafts[i]), kept, bool(ended))
+            taken = len(sequence.ids) - before
+            drafts.verified(state, sequence, ids[:taken], bool(ended))
     state.wait(sequence)
     return ended
 
@@ -325,6 +351,7 @@ def _take(
         rows.length[row] += len(ids)
     else:
         sequence.ids = np.concatenate([sequence.ids, ids])
+    state.queue.generated(np.full(len(ids), request.tenant, dtype=np.int32))
     emitted.keys.append(np.full(len(ids), sequence.key, dtype=np.int64))
     emitted.ids.append(ids)
     emitted.tokenizers.append(np.full(len(ids), request.tokenizer, dtype=np.int32))

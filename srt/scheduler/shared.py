@@ -8,13 +8,15 @@
 
 Slots are compared, not paths or ids: a row that computed what another had put into the tree meanwhile has its
 own slots in the midst of the path. A row never gets other slots for what it has, and it shares at most what
-it or another was seated with. So stretches change only with the rows of the step; the rows are kept sorted by
-their slots, and only those that come and go are looked at.
+it or another was seated with. So stretches change only with the rows of the step. Rows are kept sorted by
+their slots as long as they are seated, though with drafts they are in every second step only; and only those
+that come and go are looked at.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +30,16 @@ Int32s = npt.NDArray[np.int32]
 TILE = 64
 """Stretches begin and end at its multiples: the positions that attention works on at a time, and so merges
 alike whoever shares them. One tile of two rows is worth a stretch: to name it costs less than to read it."""
+SETS = 2
+"""Sets of rows whose stretches are kept: rows that carry drafts are in every second step."""
 
 
 class SharedPrefixes:
-    """The stretches of steps; those of the last one are kept, for steps of the same rows to come."""
+    """The stretches of steps; those of the last SETS sets of rows are kept, for steps of the same to come."""
 
     def __init__(self) -> None:
-        self._seated = b""
-        self._stretches = b""
+        self._stretches: OrderedDict[bytes, bytes] = OrderedDict()
+        """By the seats of a step's rows."""
         self._sorted: list[tuple[bytes, int]] = []
         """The slots of each row's prompt, in whole tiles as far as they were computed, and the row."""
         self._common: list[int] = []
@@ -50,20 +54,25 @@ class SharedPrefixes:
         What two rows share, they share in one stretch after another from position 0 on, each with all that
         share it, and in this order in the message.
         """
-        seated = rows.order[members].tobytes()  # a number for each time that a row is given away
-        if seated != self._seated:
-            self._seated = seated
+        seats = rows.order[members].tobytes()  # a number for each time that a row is given away
+        stretches = self._stretches.get(seats)
+        if stretches is None:
             self._follow(rows, members, starts)
-            self._stretches = self._find(members)
-        return self._stretches
+            stretches = self._stretches[seats] = self._find(members)
+            if len(self._stretches) > SETS:
+                self._stretches.popitem(last=False)
+        else:
+            self._stretches.move_to_end(seats)
+        return stretches
 
     def _follow(self, rows: Rows, members: npt.NDArray[np.integer], starts: Int32s) -> None:
-        """Bring the sorted rows up to date."""
+        """Bring the sorted rows up to date: those that are seated and have been in a step."""
         if self._known.shape[1] != rows.capacity:
             self._known = np.zeros((3, rows.capacity), np.int64)
         # What a row has not computed before the step is not shared, whatever is in its columns.
         ends = np.minimum(starts, rows.prompt_end[members]) // TILE * TILE
-        now = np.zeros_like(self._known)
+        now = self._known.copy()
+        now[0] *= rows.active & (now[1] == rows.order)
         now[:, members] = np.ones_like(ends), rows.order[members], ends
         changed = (now != self._known).any(axis=0)
         for row in np.flatnonzero(changed & (self._known[0] != 0)).tolist():
@@ -89,14 +98,22 @@ class SharedPrefixes:
             self._common[place - 1] = min(self._common[place - 1], after)
 
     def _find(self, members: npt.NDArray[np.integer]) -> bytes:
-        """The stretches of the sorted rows: those between which all neighbours have enough in common."""
-        place = np.empty(self._known.shape[1], np.int64)
+        """The stretches of the sorted rows that are `members`: those between which all neighbours have enough
+        in common."""
+        place = np.full(self._known.shape[1], -1, np.int64)
         place[members] = np.arange(len(members))
-        indices = place[[row for _, row in self._sorted]].tolist()
+        indices: list[int] = []
+        common: list[int] = []
+        for index, tiles in zip(place[[row for _, row in self._sorted]].tolist(), self._common, strict=True):
+            if index >= 0:
+                indices.append(index)
+                common.append(tiles)
+            elif common:
+                common[-1] = min(common[-1], tiles)
         found: list[list[int]] = []
         within: list[tuple[int, int]] = []  # tiles that all from a row on have in common, and that row
         last = -1
-        for i, tiles in enumerate(self._common):
+        for i, tiles in enumerate(common):
             if tiles == last:
                 continue  # as with the neighbour before, so with this one
             first, last = i, tiles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 MAX_DEPTH = 32
 """Nesting of values that a request passes through as they are (to a chat template, say)."""
 MAX_VALUES = 65_536
+"""Of all of these together."""
 MAX_MESSAGES = 16_384
 MAX_PARTS = 16_384
+MAX_CALLS = 128
 """Of one message."""
 
 
@@ -40,7 +42,8 @@ def prompt_of(
         raise BadRequest("messages must not be empty", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise BadRequest(f"messages may hold {MAX_MESSAGES} messages, got {len(messages)}", param="messages")
-    values = [_message(i, message) for i, message in enumerate(messages)]
+    free_form = FreeForm()
+    values = [_message(i, message, free_form) for i, message in enumerate(messages)]
     continue_final = bool(continue_final_message)
     if continue_final and add_generation_prompt:
         raise BadRequest(
@@ -49,14 +52,14 @@ def prompt_of(
         )
     generation_prompt = not continue_final and add_generation_prompt is not False
     kwargs = template_kwargs or {}
-    check_free_form(kwargs, "chat_template_kwargs")
+    free_form.check(kwargs, "chat_template_kwargs")
+    for i, tool in enumerate(wanted.tools):
+        free_form.check(tool.function.parameters, f"tools[{i}].function.parameters")
     tooled = _tooled(service, values, wanted)
     return ChatPrompt(tooled.messages, generation_prompt, continue_final, kwargs, tooled.tools)
 
 
 def _tooled(service: Service, messages: list[dict[str, Any]], wanted: Wanted) -> Tooled:
-    for i, tool in enumerate(wanted.tools):
-        check_free_form(tool.function.parameters, f"tools[{i}].function.parameters")
     if not wanted.tools and not any(m["role"] == "tool" or "tool_calls" in m for m in messages):
         return Tooled(messages, None)
     if formats.knows_tools(service.source):
@@ -66,7 +69,7 @@ def _tooled(service: Service, messages: list[dict[str, Any]], wanted: Wanted) ->
     return tool_prompt.as_messages(messages, wanted, form)
 
 
-def _message(index: int, message: ChatMessage) -> dict[str, Any]:
+def _message(index: int, message: ChatMessage, free_form: FreeForm) -> dict[str, Any]:
     """A message as the template gets it: what was sent, without nulls, and always with a content."""
     where = f"messages[{index}]"
     if message.content is None and message.role != "assistant":
@@ -88,13 +91,17 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     values.pop("annotations", None)
     values.pop("tool_calls", None)
     if message.tool_calls:
-        values["tool_calls"] = [
-            _call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
-        ]
+        values["tool_calls"] = _calls(f"{where}.tool_calls", message.tool_calls, free_form)
     return {**values, "content": values.get("content") or ""}
 
 
-def _call(where: str, call: ToolCall) -> dict[str, Any]:
+def _calls(where: str, calls: Sequence[ToolCall], free_form: FreeForm) -> list[dict[str, Any]]:
+    if len(calls) > MAX_CALLS:
+        raise BadRequest(f"{where} may hold {MAX_CALLS} calls, got {len(calls)}", param=where)
+    return [_call(f"{where}[{i}]", call, free_form) for i, call in enumerate(calls)]
+
+
+def _call(where: str, call: ToolCall, free_form: FreeForm) -> dict[str, Any]:
     """A call of the history as templates take it: its arguments are an object."""
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):
@@ -103,7 +110,7 @@ def _call(where: str, call: ToolCall) -> dict[str, Any]:
         raise BadRequest(
             f"{where}.function.arguments must be a JSON object", param=f"{where}.function.arguments"
         )
-    check_free_form(arguments, f"{where}.function.arguments")
+    free_form.check(arguments, f"{where}.function.arguments")
     values: dict[str, Any] = {"type": "function"}
     if call.id is not None:
         values["id"] = call.id
@@ -133,22 +140,42 @@ def _check_part(where: str, part: dict[str, Any]) -> None:
         )
 
 
-def check_free_form(value: Any, param: str) -> None:
-    """Refuse what the other processes could not decode, deep nesting and integers beyond 64 bits, and what
-    would keep them busy: very many values."""
-    level, depth, count = [value], 0, 0
-    while level:
-        count += len(level)
-        if depth > MAX_DEPTH:
-            raise BadRequest(f"{param} is nested deeper than {MAX_DEPTH} levels", param=param)
-        if count > MAX_VALUES:
-            raise BadRequest(f"{param} holds more than {MAX_VALUES} values", param=param)
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                below.extend(item.values())
-            elif isinstance(item, list):
-                below.extend(item)
-            elif isinstance(item, int) and not -(2**63) <= item < 2**64:
-                raise BadRequest(f"{param} holds an integer beyond 64 bits", param=param)
-        level, depth = below, depth + 1
+class FreeForm:
+    """The values that one request passes through as they are: so many of them in all."""
+
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def check(self, value: Any, param: str) -> None:
+        """Refuse what the other processes could not decode (deep nesting, integers beyond 64 bits, lone
+        surrogates), and what would keep them busy: very many values."""
+        level, depth = [value], 0
+        while level:
+            self._left -= len(level)
+            if depth > MAX_DEPTH:
+                raise BadRequest(f"{param} is nested deeper than {MAX_DEPTH} levels", param=param)
+            if self._left < 0:
+                raise BadRequest(
+                    f"{param} holds more than {MAX_VALUES} values, with all before it in the request",
+                    param=param,
+                )
+            below: list[Any] = []
+            for item in level:
+                if isinstance(item, dict):
+                    _check_texts(item, param)
+                    below.extend(item.values())
+                elif isinstance(item, list):
+                    below.extend(item)
+                elif isinstance(item, str):
+                    _check_texts((item,), param)
+                elif isinstance(item, int) and not -(2**63) <= item < 2**64:
+                    raise BadRequest(f"{param} holds an integer beyond 64 bits", param=param)
+            level, depth = below, depth + 1
+
+
+def _check_texts(texts: Iterable[Any], param: str) -> None:
+    try:
+        for text in texts:
+            str(text).encode()
+    except UnicodeEncodeError:
+        raise BadRequest(f"{param} holds a lone surrogate, which is not a character", param=param) from None

@@ -96,10 +96,12 @@ def read(
     whitespace: int,
     response_format: dict[str, Any] | None = None,
     max_tokens: int | None = None,
+    calls: bool = False,
 ) -> Constraint | None:
     """The one constraint of a request that has these fields; None if it has none.
 
-    `whitespace` counts where the request does not say. Raises BadRequest naming the field, or both.
+    `whitespace` counts where the request does not say; what it says may be meant for constrained `calls` of
+    tools. Raises BadRequest naming the field, or both, and if the constraint is too long.
     """
     found = [*_of_fields(body), *_of_response_format(response_format)]
     structured: StructuredOutputs | None = getattr(body, "structured_outputs", None)
@@ -110,21 +112,32 @@ def read(
             f"{found[0].field} and {found[1].field} are two constraints; a request may have one",
             param=found[1].field,
         )
-    given: int | None = getattr(body, "json_whitespace", None)
-    if given is not None and not 0 <= given <= MAX_WHITESPACE:
-        raise BadRequest(
-            f"json_whitespace must be from 0 to {MAX_WHITESPACE}, got {given}", param="json_whitespace"
-        )
-    if given is not None and not any(one.kind in _SPACED for one in found):
-        raise BadRequest("json_whitespace needs a constraint to JSON", param="json_whitespace")
+    given = _whitespace(body, structured, calls or any(one.kind in _SPACED for one in found))
     if not found:
         return None
     (one,) = found
     if max_tokens == 0:
         raise BadRequest(f"{one.field} needs an output: max_tokens must be above 0", param=one.field)
-    if given is None and structured is not None and structured.disable_any_whitespace:
-        given = 0
-    return Constraint(one.kind, one.text, one.field, whitespace if given is None else given)
+    return Constraint(one.kind, one.text, one.field, whitespace if given is None else given).check()
+
+
+def _whitespace(body: msgspec.Struct, structured: StructuredOutputs | None, spaced: bool) -> int | None:
+    """What the request says of white space, which has a meaning in a `spaced` output. Raises BadRequest."""
+    given: int | None = getattr(body, "json_whitespace", None)
+    if given is not None and not 0 <= given <= MAX_WHITESPACE:
+        raise BadRequest(
+            f"json_whitespace must be from 0 to {MAX_WHITESPACE}, got {given}", param="json_whitespace"
+        )
+    if given is not None and not spaced:
+        raise BadRequest("json_whitespace needs a constraint to JSON", param="json_whitespace")
+    if structured is None or not structured.disable_any_whitespace:
+        return given
+    if given:
+        raise BadRequest(
+            f"json_whitespace is {given}, but structured_outputs.disable_any_whitespace is true",
+            param="json_whitespace",
+        )
+    return 0
 
 
 def _of_fields(body: msgspec.Struct) -> Iterator[Found]:

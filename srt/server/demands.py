@@ -33,8 +33,9 @@ def of_chat(service: Service, body: ChatRequest, wanted: Wanted) -> Demands:
     """What the fields of a chat request ask for. Raises BadRequest naming the field."""
     config, source = service.config, service.source
     reasoning = formats.reasoning_format(config, source, body.chat_template_kwargs or {})
+    whitespace = config.json_whitespace
     constraint = constraints.read(
-        body, whitespace=config.json_whitespace, response_format=body.response_format
+        body, whitespace=whitespace, response_format=body.response_format, calls=wanted.constrained
     )
     if not wanted.callable:
         return Demands(_after(reasoning, constraint), _parsing(reasoning=reasoning))
@@ -42,11 +43,12 @@ def of_chat(service: Service, body: ChatRequest, wanted: Wanted) -> Demands:
     form = formats.tool_format(config, source)
     names = tool_tags.names(wanted, constraint)
     if constraint is not None or wanted.constrained:
+        if constraint is None and not wanted.must:
+            _check_enforceable(form, wanted)
         form = tool_tags.JSON_FORM.get(form, form)
-        # Where calls are free, all that comes before one is so too, reasoning or not.
-        free = constraint is None and not wanted.must
-        constraint = tool_tags.constraint(wanted, form, config.json_whitespace, constraint)
-        constraint = constraint if free else _after(reasoning, constraint)
+        given: int | None = getattr(body, "json_whitespace", None)
+        whitespace = whitespace if given is None else given
+        constraint = _after(reasoning, tool_tags.constraint(wanted, form, whitespace, constraint))
     return Demands(constraint, _parsing(form, wanted, reasoning), names)
 
 
@@ -68,6 +70,19 @@ def _after(reasoning: str, constraint: Constraint | None) -> Constraint | None:
 def _parsing(form: str = "", wanted: Wanted | None = None, reasoning: str = "") -> Parsing | None:
     names = [] if wanted is None else wanted.names
     return Parsing(form, names, reasoning) if form or reasoning else None
+
+
+def _check_enforceable(form: str, wanted: Wanted) -> None:
+    """Calls that the model is free to make are constrained from a mark of theirs on."""
+    if form not in tool_tags.UNMARKED:
+        return
+    strict = [i for i, tool in enumerate(wanted.tools) if tool.function.strict]
+    name = f"tools[{strict[0]}].function.strict" if strict else "parallel_tool_calls"
+    raise BadRequest(
+        f"{name} cannot be enforced with tool_choice auto: this model's calls ({form}) begin like other text;"
+        " it can with tool_choice required, or a function by its name",
+        param=name,
+    )
 
 
 def _check_beside_tools(document: Constraint | None, wanted: Wanted) -> None:

@@ -84,15 +84,19 @@ def sampling_params(body: GenerateRequest, prompts: int, vocab_size: int) -> lis
 
 
 def demands(body: GenerateRequest, prompts: int, whitespace: int) -> list[Demands]:
-    """The constraint of each prompt's output. Raises BadRequest naming the field."""
-    return [
-        Demands(constraints.read(one, whitespace=whitespace, max_tokens=one.max_new_tokens))
-        for one in _sampling(body, prompts)
-    ]
+    """The constraint of each prompt's output: what several share is read once. Raises BadRequest naming the
+    field."""
+    every = _sampling(body, prompts)
+    read = {
+        key: Demands(constraints.read(one, whitespace=whitespace, max_tokens=one.max_new_tokens))
+        for key, one in {id(one): one for one in every}.items()
+    }
+    return [read[id(one)] for one in every]
 
 
 def _sampling(body: GenerateRequest, prompts: int) -> list[NativeSampling]:
-    return [one or NativeSampling() for one in _for_each("sampling_params", body.sampling_params, prompts)]
+    default = NativeSampling()
+    return [one or default for one in _for_each("sampling_params", body.sampling_params, prompts)]
 
 
 def _readings(body: GenerateRequest, prompts: int) -> list[Reading]:

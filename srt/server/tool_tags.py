@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from sapwood.srt.errors import ErrorInfo
+from sapwood.srt.errors import BadRequest, ErrorInfo
 from sapwood.srt.params import Constraint
 from sapwood.srt.server.constraints import decoded, encoded
 from sapwood.srt.server.tools import Tool, Wanted
 
-_PLACE = re.compile(r"/format(?:(?:/\w+)*/tags/(\d+)/content|/elements/0)/json_schema")
+_PLACE = re.compile(r"/format(?:(?:/\w+)*/tags/([0-9]{1,3})/content|/elements/0)/json_schema\b")
 _PYTHONIC = "[<function-name>(<argument>=<value>, ...)]"
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 class Form(NamedTuple):
@@ -45,6 +44,8 @@ _FORMS = {
 
 JSON_FORM = {"pythonic": "llama3_json"}
 """Forms whose calls are written in another one where they are constrained."""
+UNMARKED = ("llama3_json", "pythonic")
+"""Forms in which no mark tells a call from text: where calls are free they cannot be constrained."""
 
 
 def example(form: str) -> str:
@@ -75,19 +76,25 @@ def constraint(wanted: Wanted, form: str, whitespace: int, document: Constraint 
 def names(wanted: Wanted, document: Constraint | None) -> Callable[[ErrorInfo], ErrorInfo]:
     """Errors about such a tag with the fields of the request in place of the places in it."""
 
-    def name(found: re.Match[str]) -> str:
-        if found[1] is None:
+    def name(number: str | None) -> str | None:
+        if number is None:
             return document.field if document is not None else "tools"
-        tool = wanted.callable[int(found[1])]
-        return f"tools[{wanted.tools.index(tool)}].function.parameters"
+        known = int(number) < len(wanted.callable)
+        return _parameters(wanted, wanted.callable[int(number)]) if known else None
 
     def rename(error: ErrorInfo) -> ErrorInfo:
-        found = _PLACE.search(error.message)
-        if found is None:
+        found = _PLACE.match(error.message)
+        field = None if found is None else name(found[1])
+        if found is None or field is None:
             return error
-        return structs.replace(error, message=_PLACE.sub(name, error.message), param=name(found))
+        return structs.replace(error, message=field + error.message[found.end() :], param=field)
 
     return rename
+
+
+def _parameters(wanted: Wanted, tool: Tool) -> str:
+    """Where the request has the schema of a tool's arguments."""
+    return f"tools[{wanted.tools.index(tool)}].function.parameters"
 
 
 def _calls(wanted: Wanted, form: Form) -> dict[str, Any]:
@@ -116,7 +123,7 @@ def _format(wanted: Wanted, form: Form) -> dict[str, Any]:
 def _list(wanted: Wanted, form: Form) -> dict[str, Any]:
     return {
         "type": "tags_with_separator",
-        "tags": [_tag(tool, form, wanted.must) for tool in wanted.callable],
+        "tags": [_tag(tool, form, _arguments(wanted, tool)) for tool in wanted.callable],
         "separator": form.separator,
         "at_least_one": True,
         "stop_after_first": not wanted.parallel,
@@ -127,13 +134,27 @@ def _const(text: str) -> dict[str, Any]:
     return {"type": "const_string", "value": text}
 
 
-def _tag(tool: Tool, form: Form, must: bool) -> dict[str, Any]:
-    """One call. A tool that is not strict, and need not be called, takes any object."""
-    function = tool.function
-    schema = function.parameters if must or function.strict else None
+def _tag(tool: Tool, form: Form, schema: dict[str, Any]) -> dict[str, Any]:
+    """One call."""
     return {
         "type": "tag",
-        "begin": f"{form.begin}{json.dumps(function.name)[1:-1]}{form.middle}",
-        "content": {"type": "json_schema", "json_schema": schema or _ANY_OBJECT},
+        "begin": f"{form.begin}{json.dumps(tool.function.name)[1:-1]}{form.middle}",
+        "content": {"type": "json_schema", "json_schema": schema},
         "end": form.end,
     }
+
+
+def _arguments(wanted: Wanted, tool: Tool) -> dict[str, Any]:
+    """What a call's arguments must be: an object, whatever the schema says. A tool that is not strict, and
+    need not be called, takes any. Raises BadRequest."""
+    function = tool.function
+    schema = (function.parameters if wanted.must or function.strict else None) or {}
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        field = _parameters(wanted, tool)
+        raise BadRequest(f"{field}.type must allow an object, got {kinds!r:.100}", param=field)
+    schema = {**schema, "type": "object"}
+    if "$ref" in schema and "allOf" not in schema:
+        # Beside a reference older drafts know of nothing else.
+        schema["allOf"] = [{"$ref": schema.pop("$ref")}]
+    return schema

@@ -129,7 +129,7 @@ def size_of(prompt: Prompt) -> int:
         return len(prompt.text)
     if isinstance(prompt, IdsPrompt):
         return len(prompt.ids)
-    return _chars((prompt.messages, prompt.template_kwargs))
+    return _chars((prompt.messages, prompt.template_kwargs, prompt.tools))
 
 
 def _chars(value: object) -> int:

@@ -28,11 +28,12 @@ class Grammars:
         self._outbox = outbox
         self._waiting: dict[int, _Waiting] = {}
 
-    def begin(self, request: Request) -> None:
-        """Have the request's constraint compiled, if it has one, and that is not done. Raises Overloaded."""
+    def begin(self, request: Request, party: str) -> None:
+        """Have the request's constraint compiled, if it has one, and that is not done; `party` as in Compile.
+        Raises Overloaded."""
         if request.constraint is None or request.key in self._waiting:
             return
-        if not self._outbox.send(Compile(request.key, self._index, request.constraint)):
+        if not self._outbox.send(Compile(request.key, self._index, request.constraint, party)):
             raise Overloaded("the queue of the grammar process is full; try again later")
         self._waiting[request.key] = _Waiting(request)
 

@@ -32,11 +32,12 @@ class _Open:
 class JsonScanner:
     """Follows one JSON value through text in pieces. Strict: what is `complete` is valid JSON.
 
-    Once it is `complete`, or `broken`, nothing more is taken. A number that is all of the value is complete
-    when something else follows it.
+    Once it is `complete`, or `broken`, nothing more is taken; more than `most` objects and arrays in each
+    other break it. A number that is all of the value is complete when something else follows it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
         self.complete = False
         self.broken = False
         self._state: State = "value"
@@ -92,7 +93,8 @@ class JsonScanner:
     def _pointer(self, end: int | None = None) -> str:
         """The JSON pointer (RFC 6901) of what is written; with -1 of what that is in."""
         steps = (str(opened.at).replace("~", "~0").replace("/", "~1") for opened in self._open[:end])
-        return "".join(f"/{step}" for step in steps)
+        pointer = "".join(f"/{step}" for step in steps)
+        return pointer.encode("utf-8", "replace").decode()  # a key may have half a surrogate pair
 
     def _fail(self, at: int) -> int:
         self.broken = True
@@ -107,6 +109,8 @@ class JsonScanner:
         self._is_key, self._token = False, ""
         if char == '"':
             self._state = "string"
+        elif char in "{[" and len(self._open) == self._most:
+            return self._fail(at)
         elif char == "{":
             self._open.append(_Open("object"))
             self._state = "member"

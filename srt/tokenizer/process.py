@@ -153,26 +153,20 @@ class TokenizerLoop:
             self._ended.add(message.rid)
             self._out.append(Ended(message.rid, e.info()))
             return
-        request = Request(
-            message.rid,
-            self._next_key,
-            message.params,
-            message.streamed,
-            message.constraint,
-            message.parsing,
-        )
+        asked = (message.params, message.streamed, message.constraint, message.parsing)
+        request = Request(message.rid, self._next_key, *asked)
         self._next_key += message.params.n
         self._requests[message.rid] = request
         self._ended.discard(message.rid)
         if self._aborted.discard(message.rid):
             self._abort_unsubmitted(request)
         # One that begins after something may begin at once, which shows at the prompt's end.
-        elif message.constraint is None or message.constraint.after or self._begin_grammar(request):
+        elif message.constraint is None or message.constraint.after or self._begin_grammar(request, message):
             self._intake.append((request, message))
 
-    def _begin_grammar(self, request: Request) -> bool:
+    def _begin_grammar(self, request: Request, message: Generate) -> bool:
         try:
-            self._grammars.begin(request)
+            self._grammars.begin(request, message.scheduling.tenant or message.group or message.rid)
         except Overloaded as e:
             self._end(request, e.info())
             return False
@@ -216,7 +210,7 @@ class TokenizerLoop:
             self._end(request, result)
             return
         request.settle(self._texts, result)
-        if self._begin_grammar(request) and not self._grammars.hold((request, message, result)):
+        if self._begin_grammar(request, message) and not self._grammars.hold((request, message, result)):
             self._submit(request, message, result)
 
     def _compiled(self, message: Compiled) -> None:
@@ -231,17 +225,8 @@ class TokenizerLoop:
 
     def _submit(self, request: Request, message: Generate, ids: Ids) -> None:
         grammar = self._grammars.take(request)
-        submit = Submit(
-            request.key,
-            self._index,
-            request.rid,
-            ids,
-            request.params,
-            message.namespace,
-            message.arrived,
-            message.scheduling,
-            grammar,
-        )
+        place = (message.namespace, message.arrived, message.scheduling)
+        submit = Submit(request.key, self._index, request.rid, ids, request.params, *place, grammar)
         if not self._scheduler.send(submit):
             self._end(request, Overloaded("the scheduler's queue is full; try again later").info())
             return
@@ -281,16 +266,8 @@ class TokenizerLoop:
             first = ("", b"")
             if request.params.logprob_start == 0:
                 first = self._texts.describe(int(messages.unpack(request.prompt[:4])[0]))
-            started = Started(
-                request.rid,
-                request.prompt,
-                message.verdict,
-                message.queued,
-                message.saved,
-                first,
-                request.warnings,
-            )
-            self._out.append(started)
+            found = (message.verdict, message.queued, message.saved)
+            self._out.append(Started(request.rid, request.prompt, *found, first, request.warnings))
             request.prompt = b""
 
     def _prompt_read(self, message: PromptRead) -> None:
@@ -339,8 +316,12 @@ class TokenizerLoop:
             unsaid = SapwoodError("the request failed, and no reason was given").info()
             self._fail(request, message.error or unsaid)
             return
+        last = choice.finish(message)
+        if request.failed is not None:
+            self._fail(request, request.failed)
+            return
         del self._choices[message.key + message.choice]
-        self._out.append(choice.finish(message))
+        self._out.append(last)
         if not request.open:
             self._end(request, None)
 
@@ -375,7 +356,11 @@ class TokenizerLoop:
     def flush(self) -> None:
         """Send what the messages so far have led to: one frame to each side."""
         for choice in self._dirty:
-            if choice.dirty and not choice.request.unnamed and (chunk := choice.chunk()) is not None:
+            request = choice.request
+            if choice.dirty and not request.unnamed and (chunk := choice.chunk()) is not None:
+                if request.failed is not None:
+                    self._fail(request, request.failed)
+                    continue
                 self._out.append(chunk)
         self._dirty = [choice for choice in self._dirty if choice.dirty]
         if self._control and self._scheduler.send(*self._control):

@@ -8,6 +8,7 @@ from typing import Protocol
 from msgspec import structs
 
 from sapwood.srt.channel import FRAME_WEIGHT
+from sapwood.srt.errors import ErrorInfo
 from sapwood.srt.messages import (
     Chunk,
     Done,
@@ -21,6 +22,7 @@ from sapwood.srt.messages import (
     unpack,
 )
 from sapwood.srt.params import Constraint, Parsing, SamplingParams
+from sapwood.srt.tokenizer.background import safely
 from sapwood.srt.tokenizer.detokenizer import NoText, TextStream
 from sapwood.srt.tokenizer.parsers.output import OutputParser, Told, marks_of
 from sapwood.srt.tokenizer.parsers.thinking import state_of_prompt
@@ -187,7 +189,16 @@ class Choice:
         return chunk
 
     def _told(self, text: str, last: bool) -> Told:
-        """A piece of the text, taken apart."""
+        """A piece of the text, taken apart; nothing if that fails, which ends the request."""
+        if self._parser is None and self._json is None:
+            return Told(content=text)
+        told = safely(lambda piece: self._taken_apart(piece, last), text, "the output could not be parsed")
+        if isinstance(told, ErrorInfo):
+            self.request.failed = told
+            return Told()
+        return told
+
+    def _taken_apart(self, text: str, last: bool) -> Told:
         told = Told(content=text)
         if self._parser is not None:
             told = self._parser.feed(text)
@@ -235,10 +246,11 @@ class Choice:
 
 class Request:
     """A request from its Generate to its Ended. `open` choices have not had their finish yet; `unnamed`
-    messages about its prompt wait for their tokens' texts, and all that comes after them waits too."""
+    messages about its prompt wait for their tokens' texts, and all that comes after them waits too. It has
+    `failed` if what came of it cannot be told."""
 
     __slots__ = (
-        "cancelled", "constraint", "key", "open", "params", "parsing", "prompt", "rid", "streamed",
+        "cancelled", "constraint", "failed", "key", "open", "params", "parsing", "prompt", "rid", "streamed",
         "submitted", "unnamed", "warnings",
     )  # fmt: skip
 
@@ -263,6 +275,7 @@ class Request:
         self.warnings: list[str] = []
         self.submitted = False
         self.cancelled = False
+        self.failed: ErrorInfo | None = None
 
     @property
     def marks(self) -> frozenset[str]:
@@ -294,7 +307,9 @@ class Request:
     def choices(self, texts: Texts, eos_ids: list[int], interval: int = 1) -> list[Choice]:
         """A new state for each choice; a stream's chunks hold `interval` tokens."""
         params = self.params
-        stop_ids = frozenset(params.stop_token_ids) | frozenset([] if params.ignore_eos else eos_ids)
+        # A constraint allows EOS at its end only.
+        ends = [] if params.ignore_eos and self.constraint is None else eos_ids
+        stop_ids = frozenset((*params.stop_token_ids, *ends))
         stops = StopStrings(params.stop) if params.stop else None
         piece = self._piece(interval)
         return [

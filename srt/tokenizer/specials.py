@@ -3,7 +3,7 @@
 A chat is rendered to one string, in which a user's "<|im_end|>" looks like the template's own. So, where some
 content holds such a string:
 
-1. each one in the contents is put between private marks (the template still sees it between them);
+1. each one in the contents is put between random marks (the template still sees it between them);
 2. in the rendered text every special string outside marks is the template's, and is replaced by an alias: a
    word with a random part, which a second copy of the tokenizer knows as an added token with the same rules;
 3. the marks are removed and the copy, which takes the special tokens themselves as plain text, encodes the
@@ -35,9 +35,10 @@ class SpecialStrings:
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()
         special = {entry.content: token for token, entry in added.items() if entry.special and entry.content}
-        # Random, so that no user can write an alias; digits, so that a template's filters leave it alone.
-        nonce = secrets.randbelow(10**18)
-        self._open, self._close = f"\ue000{nonce}\ue001", f"\ue002{nonce}\ue003"
+        # Random, so that no user can write an alias or a mark; tildes and digits, as whatever prints a value
+        # (JSON, Python, a template's filters) leaves these alone.
+        nonce, mark = secrets.randbelow(10**18), secrets.randbelow(10**18)
+        self._open, self._close = f"~{mark}1~", f"~{mark}2~"
         self._alias = {text: f"<|{nonce}:{token}|>" for text, token in special.items()}
         self._copy = Tokenizer.from_str(tokenizer.to_str())
         self._copy.encode_special_tokens = True

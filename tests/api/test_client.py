@@ -350,6 +350,19 @@ def test_merge_ends_with_the_last_stream(bench: Callable[..., Bench]) -> None:
     here.run(test)
 
 
+def test_prompts_that_came_together_are_one_group(bench: Callable[..., Bench]) -> None:
+    here = bench()
+
+    async def test(client: Client) -> None:
+        client.submit_all([(HELLO, PARAMS)] * 3)
+        client.submit(HELLO, PARAMS)
+        first, *same, other = [message.group for message in await here.wait_for(Generate, 4)]
+        assert same == [first] * 2
+        assert len({first, other, ""}) == 3
+
+    here.run(test)
+
+
 def test_idle_waits_for_the_last_stream(bench: Callable[..., Bench]) -> None:
     here = bench()
     here.tokenizer.script = lambda g: [started(g)]
@@ -406,3 +419,18 @@ def test_close_ends_what_is_open(bench: Callable[..., Bench]) -> None:
     here.run(test)
     assert kept[0].ended
     assert here.recorder.seen[-1] == ("ended", "closed")
+
+
+def test_what_cannot_be_sent_leaves_no_stream_open(bench: Callable[..., Bench]) -> None:
+    here = bench()
+    here.tokenizer.script = lambda g: []
+
+    async def test(client: Client) -> None:
+        with pytest.raises(UnicodeEncodeError):
+            client.submit_all([(HELLO, PARAMS), (TextPrompt("\ud83d"), PARAMS), (HELLO, PARAMS)], rid="a")
+        assert client.live == 0
+        (generate,) = here.tokenizer.wait_for(Generate)
+        assert generate.rid in [abort.rid for abort in await here.wait_for(Abort)]
+        client.submit(HELLO, PARAMS, rid="a")
+
+    here.run(test)

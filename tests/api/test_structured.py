@@ -13,6 +13,7 @@ import pytest
 from sapwood.srt.config import make
 from sapwood.srt.messages import Chunk, Ended, Finish, Generate, Incomplete, Message, Started, pack
 from sapwood.srt.params import MAX_CONSTRAINT_BYTES, Constraint
+from sapwood.srt.server import constraints
 from tests.api.scripted import Harness, client, source, started
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"const": 0.10}}}
@@ -112,6 +113,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {}, "json_whitespace": -1}, "json_whitespace"),
     ({"regex": "a", "json_whitespace": 1}, "json_whitespace"),
     ({"json_whitespace": 1}, "json_whitespace"),
+    (
+        {"structured_outputs": {"json": {}, "disable_any_whitespace": True}, "json_whitespace": 5},
+        "json_whitespace",
+    ),
     ({"regex": "a" * (MAX_CONSTRAINT_BYTES + 1)}, "regex"),
 ]
 
@@ -178,6 +183,26 @@ def test_each_prompt_of_a_request_has_it(server: Harness, http: httpx.Client) ->
     assert http.post("/generate", json={"text": ["x", "y", "z"], "sampling_params": each}).status_code == 200
     found = [g.constraint for g in server.tokenizer.wait_for(Generate, 3)]
     assert [None if one is None else one.text for one in found] == ["a", None, '["b"]']
+
+
+def test_what_prompts_share_is_read_once(
+    server: Harness, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    encoded = constraints.encoded
+
+    def counted(value: Any, where: str) -> str:
+        read.append(where)
+        return encoded(value, where)
+
+    monkeypatch.setattr(constraints, "encoded", counted)
+    body = {"text": ["x"] * 40, "sampling_params": {"json_schema": SCHEMA}}
+    assert http.post("/generate", json=body).status_code == 200
+    found = {g.constraint.text for g in server.tokenizer.wait_for(Generate, 40) if g.constraint}
+    assert (found, read) == ({TEXT}, ["json_schema"])
+    body["sampling_params"] = {"json_schema": {"const": "x" * MAX_CONSTRAINT_BYTES}}
+    assert http.post("/generate", json=body).json()["error"]["param"] == "json_schema"
+    assert read == ["json_schema"] * 2
 
 
 def test_the_openai_client(server: Harness, ai: openai.OpenAI) -> None:

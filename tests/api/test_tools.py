@@ -31,6 +31,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 MISTRAL = HERMES.replace("<tool_call>", "[TOOL_CALLS]")
 LLAMA3 = HERMES.replace("<tool_call>", "<|python_tag|>")
 UNKNOWN = HERMES.replace("<tool_call>", "")
+THINKS = HERMES + "{# </think> #}"
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +199,10 @@ def test_a_document_or_a_call(hermes: Harness) -> None:
         assert post(http, tools=[NOW], regex="a").json()["error"]["param"] == "regex"
 
 
+def called_with(arguments: str) -> dict[str, Any]:
+    return {"function": {"name": "f", "arguments": arguments}}
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [NOW, {"type": "function", "function": {"name": ""}}]}, "tools[1].function.name"),
@@ -218,6 +223,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
      "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
+     "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 129}]},
+     "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [called_with('{"a": ["\\ud83d"]}')]}]},
+     "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [{"role": "assistant", "tool_calls": [called_with('{"\\udfff": 1}')]}]},
      "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "tool", "tool_call_id": "c"}]}, "messages[0].content"),
@@ -387,3 +398,95 @@ def test_tokens_and_explanations_are_of_the_chat_with_its_tools(new_server: Any)
             body = {"messages": ASK, "tools": [NOW]}
             assert http.post(route, json=body).status_code == 200
             assert harness.tokenizer.received[-1].prompt.tools == [NOW]
+
+
+@pytest.mark.parametrize(("template", "parser"), [(LLAMA3, "auto"), (UNKNOWN, "pythonic")])
+def test_what_cannot_be_enforced_in_a_free_choice_is_refused(
+    new_server: Any, template: str, parser: Any
+) -> None:
+    harness = new_server(make(tool_call_parser=parser), source(chat_template=template))
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    with client(harness) as http:
+        error = post(http, tools=[NOW, strict]).json()["error"]
+        assert error["param"] == "tools[1].function.strict"
+        assert "tool_choice required" in error["message"]
+        error = post(http, tools=[NOW], parallel_tool_calls=False).json()["error"]
+        assert error["param"] == "parallel_tool_calls"
+    assert asked(harness, tools=[NOW, WEATHER]).constraint is None
+    assert asked(harness, tools=[strict], tool_choice="required", parallel_tool_calls=False).constraint
+
+
+def test_arguments_are_an_object_whatever_the_schema_says(hermes: Harness, http: httpx.Client) -> None:
+    city = {"properties": {"city": {"type": "string"}}}
+    node = {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": city}}
+    cases: list[tuple[Any, Any]] = [
+        ({}, {"type": "object"}),
+        (city, {**city, "type": "object"}),
+        ({**city, "type": ["null", "object"]}, {**city, "type": "object"}),
+        (
+            {**node, "$ref": "#/definitions/a"},
+            {**node, "type": "object", "allOf": [{"$ref": "#/definitions/a"}]},
+        ),
+    ]
+    for parameters, schema in cases:
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        (tag,) = tag_of(asked(hermes, tools=[tool], tool_choice="required"))["tags"]
+        assert tag["content"]["json_schema"] == schema
+    for kinds in ("string", ["string", "null"], 5):
+        function = {"name": "f", "parameters": {"type": kinds}}
+        tools = [NOW, {"type": "function", "function": function}]
+        assert post(http, tools=tools).status_code == 200
+        for fields in (
+            {"tools": tools, "tool_choice": "required"},
+            {"tools": [NOW, {"type": "function", "function": {**function, "strict": True}}]},
+        ):
+            error = post(http, **fields).json()["error"]
+            assert error["param"] == "tools[1].function.parameters"
+
+
+def test_free_calls_are_constrained_after_the_reasoning(new_server: Any) -> None:
+    harness = new_server(model=source(chat_template=THINKS))
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    constraint = asked(harness, tools=[strict]).constraint
+    assert constraint is not None
+    assert (constraint.after, constraint.opening) == ("</think>", "<think>")
+
+
+def test_white_space_is_that_of_the_calls(hermes: Harness, http: httpx.Client) -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    for fields in ({"tools": [WEATHER], "tool_choice": "required"}, {"tools": [strict]}):
+        for given, space in (({}, 0), ({"json_whitespace": 3}, 3)):
+            constraint = asked(hermes, **fields, **given).constraint
+            assert constraint is not None
+            assert constraint.whitespace == space
+    assert post(http, tools=[WEATHER], json_whitespace=3).json()["error"]["param"] == "json_whitespace"
+
+
+def test_the_limit_on_free_form_values_is_the_requests(hermes: Harness, http: httpx.Client) -> None:
+    many = json.dumps({"a": [0] * 40_000})
+    message = {"role": "assistant", "tool_calls": [called_with(many)]}
+    assert post(http, messages=[*ASK, message]).status_code == 200
+    error = post(http, messages=[*ASK, message, message]).json()["error"]
+    assert error["param"] == "messages[2].tool_calls[0].function.arguments"
+    kwargs = {"x": [0] * 40_000}
+    error = post(http, messages=[*ASK, message], chat_template_kwargs=kwargs).json()["error"]
+    assert error["param"] == "chat_template_kwargs"
+
+
+def test_only_the_place_at_an_errors_beginning_is_renamed(hermes: Harness, http: httpx.Client) -> None:
+    place = "/format/tags/0/content/json_schema"
+    field = "tools[0].function.parameters"
+    cases: list[tuple[str, str, str | None]] = [
+        (f"tools: it is like {place}", "tools", f"tools: it is like {place}"),
+        (f"/format/tags/9/content/json_schema at {place}", "tools", None),
+        (f"{place} at /a: it is like {place}", field, f"{field} at /a: it is like {place}"),
+    ]
+    said = ""
+
+    def script(g: Generate) -> list[Message]:
+        return [Ended(g.rid, BadRequest(said, param="tools").info())]
+
+    hermes.tokenizer.script = script
+    for said, param, shown in cases:
+        found = post(http, tools=[NOW], tool_choice="required").json()["error"]
+        assert (found["param"], found["message"]) == (param, said if shown is None else shown)

@@ -80,8 +80,10 @@ def drawn_tokens(engine: Engine) -> int:
 
 
 def without_times(answer: dict[str, Any]) -> dict[str, Any]:
-    meta = {k: v for k, v in answer["meta_info"].items() if k not in ("id", "e2e_latency", "cache")}
-    return {**answer, "meta_info": {**meta, "cached_tokens": None}}
+    """What is the same whatever was in the cache, and however fast it was."""
+    varying = ("id", "e2e_latency", "cache", "cached_tokens", "drafted_tokens", "accepted_tokens")
+    meta = {k: v for k, v in answer["meta_info"].items() if k not in varying}
+    return {**answer, "meta_info": meta}
 
 
 def test_one_prompt_is_one_answer(engine: Engine) -> None:
@@ -319,7 +321,7 @@ def test_ctrl_c_aborts_the_call_and_nothing_else(engine: Engine) -> None:
         engine.generate(PROMPTS * 20, LONG)
     assert idle(engine)
     assert drawn_tokens(engine) - before < 100 * 200
-    assert len(processes()) == 3
+    assert len(processes()) == 4
     assert engine.generate(PROMPT, GREEDY)["meta_info"]["completion_tokens"] == 8
 
 
@@ -400,9 +402,10 @@ def test_the_cache_can_be_looked_at_and_flushed(engine: Engine) -> None:
 
 @pytest.mark.parametrize("role", ["worker", "scheduler", "tokenizer"])
 def test_a_death_is_raised_by_running_and_later_calls(own_engine: Engine, role: str) -> None:
+    # Looked for first: with drafts the whole answer takes no longer than that.
+    (victim,) = [p for p in processes() if role in p.cmdline() and p.pid not in _of_others(own_engine)]
     stream = own_engine.generate(PROMPT, LONG, stream=True)
     next(stream)
-    (victim,) = [p for p in processes() if role in p.cmdline() and p.pid not in _of_others(own_engine)]
     victim.kill()
     with pytest.raises(ProcessDied, match=f"{role} died: killed by signal 9"):
         list(stream)
@@ -474,7 +477,7 @@ print(*(p.pid for p in psutil.Process().children()), flush=True)
     deadline = time.monotonic() + 5
     while any(map(_lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert (len(pids), [pid for pid in pids if _lives(pid)]) == (3, [])
+    assert (len(pids), [pid for pid in pids if _lives(pid)]) == (4, [])
     if code != -9:
         assert not list(tmp_path.iterdir())
         assert answer.stderr.count("Error") == (1 if code == 1 else 0), answer.stderr

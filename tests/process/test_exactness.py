@@ -17,16 +17,21 @@ from tests.models import tiny
 def test_every_way_of_serving_gives_the_same_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Gemma 3 has what the others have, and sliding windows."""
+    """Gemma 3 has what the others have, and sliding windows. Other samplings are for the bench."""
+    samplings = ["greedy", "stop string", "all of it", "mean state", "json", "json n = 3"]
     model = tiny(tmp_path / "model", "gemma3", max_position_embeddings=1024)
     file = tmp_path / "rows.json"
-    status = exactness.main(["--model", str(model), "--prompts", "10", "--json", str(file)])
+    chosen = ["--prompts", "10", "--samplings", ",".join(samplings), "--drafts", "auto"]
+    status = exactness.main(["--model", str(model), *chosen, "--json", str(file)])
     assert status == 0, capsys.readouterr().out
     result = json.loads(file.read_text())
     assert result["differences"] == 0
     assert result["retracted"] > 0
-    assert {row["sampling"] for row in result["rows"]} == set(exactness.SAMPLINGS)
-    assert len(result["rows"]) == len(exactness.SAMPLINGS) * (2 + len(exactness.RUNS) + 1)
+    rows = result["rows"]
+    assert {row["sampling"] for row in rows} == set(samplings)
+    assert len(rows) == len(samplings) * (2 + len(exactness.RUNS) + 3 + 1)
+    warm = [row for row in rows if row["run"] == "drafts: auto, warm"]
+    assert sum(row["accepted"] for row in warm) > 0, "no draft was kept: nothing is proven"
 
 
 def test_prompts_share_prefixes_whatever_their_number() -> None:

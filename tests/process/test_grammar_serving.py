@@ -71,7 +71,7 @@ def test_streams_go_on_while_bad_constraints_are_refused(server: Server) -> None
             future.result(120)
     assert ["".join(pieces) for pieces in beside] == ["".join(pieces) for pieces in quiet]
     assert all(status == 400 for what, (status, _) in answers.items() if what not in HEAVY), answers
-    assert {status for status, _ in answers.values()} <= {200, 400}, answers
+    assert {status for status, _ in answers.values()} <= {200, 400, 503}, answers
 
 
 def test_ten_thousand_members_are_a_400(server: Server) -> None:

@@ -162,7 +162,7 @@ def test_a_stream_left_early_is_aborted(runtime: Runtime) -> None:
 def test_a_real_server_answers(runtime: Runtime) -> None:
     assert runtime.url == runtime.endpoint == f"http://127.0.0.1:{runtime.port}"
     assert httpx.get(runtime.url + "/health").status_code == 200
-    assert sorted(children().values()) == ["scheduler", "server", "tokenizer", "worker"]
+    assert sorted(children().values()) == ["grammar", "scheduler", "server", "tokenizer", "worker"]
     assert runtime.get_server_info()["config"]["max_total_tokens"] == 4096
 
 
@@ -245,7 +245,7 @@ def test_shutting_down_ends_all(own: tuple[Runtime, dict[int, str]]) -> None:
 def test_the_collector_ends_a_runtime(model: str) -> None:
     before = children()
     own = Runtime(model, max_total_tokens=512)
-    assert len(children()) == len(before) + 4
+    assert len(children()) == len(before) + 5
     del own
     deadline = time.monotonic() + 10
     while len(children()) > len(before) and time.monotonic() < deadline:
@@ -278,7 +278,7 @@ print(runtime.url, *(p.pid for p in psutil.Process().children()), flush=True)
     deadline = time.monotonic() + 8
     while any(map(_lives, map(int, pids))) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert (len(pids), [pid for pid in pids if _lives(int(pid))]) == (4, [])
+    assert (len(pids), [pid for pid in pids if _lives(int(pid))]) == (5, [])
     with pytest.raises(httpx.TransportError):
         httpx.get(url + "/health")
 

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from sapwood import LLM, Engine, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+from sapwood.srt import offline_requests
 from sapwood.srt.errors import BadRequest
 from tests.models import CHATML, tiny_llama
 
@@ -109,3 +110,29 @@ def test_tools_reach_the_template(engine: Engine) -> None:
     with_tool = engine.chat(ASK, {"max_new_tokens": 1}, tools=[tool])
     without = engine.chat(ASK, {"max_new_tokens": 1})
     assert with_tool["meta_info"]["prompt_tokens"] > without["meta_info"]["prompt_tokens"] + 50
+
+
+def test_a_strict_tool_is_refused_where_calls_are_text(llm: LLM, engine: Engine) -> None:
+    tool = {"type": "function", "function": {"name": "adopt_a_cat", "strict": True}}
+    for chat in (
+        lambda: llm.chat(ASK, SamplingParams(max_tokens=1), tools=[tool]),
+        lambda: engine.chat(ASK, {"max_new_tokens": 1}, tools=[tool]),
+    ):
+        with pytest.raises(BadRequest, match="strict") as caught:
+            chat()
+        assert caught.value.param == "tools[0].function.strict"
+
+
+def test_what_prompts_share_is_read_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[SamplingParams] = []
+    plain = offline_requests.constraint
+
+    def counted(service: Any, given: SamplingParams) -> Any:
+        read.append(given)
+        return plain(service, given)
+
+    monkeypatch.setattr(offline_requests, "constraint", counted)
+    params = SamplingParams(max_tokens=10, structured_outputs={"regex": "[ab]{3}"})
+    for output in llm.generate(["x", "y", "z"], params):
+        assert set(output.outputs[0].text) <= {"a", "b"}
+    assert read == [params]

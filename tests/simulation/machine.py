@@ -81,6 +81,7 @@ class Machine:
         rows = self._shape.options.get("max_running_requests", 64)
         self._model = SimulatedWorker(num_slots, rows, self._shape.context)
         self._model.fails = self._fails
+        self._model.token_cost = self._shape.token_cost
         self._first_step = first_step
         self._keys: dict[int, int] = {}
         self._waiting: deque[Any] = deque()
@@ -112,7 +113,9 @@ class Machine:
 
     def _loaded(self, generation: int, order: LoadGrammar) -> None:
         if generation == self._generation:
-            self._results.send(messages.encode([self._model.load(order)]))
+            loaded = self._model.load(order)
+            if loaded is not None:
+                self._results.send(messages.encode([loaded]))
 
     def _done(self, generation: int) -> None:
         if generation != self._generation:

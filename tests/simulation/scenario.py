@@ -50,8 +50,9 @@ class Shape:
     `chaos` scales how often something unexpected happens; so many prefixes are `listed` before all else. With
     `repeats` requests come again, and are drawn with few seeds, some of which give few tokens, so that drafts
     are kept; an `eager` scheduler proposes what does not pay, and keeps hardly any grammar. `grammars` is the
-    share of requests that have one. The worker dies `deaths` times, the scheduler begins anew `rebuilds`
-    times; `drain` ends what is left.
+    share of requests that have one; a token adds `token_cost` to the time of a step, over that of an empty
+    one. The worker dies `deaths` times, the scheduler begins anew `rebuilds` times; `drain` ends what is
+    left.
     """
 
     options: dict[str, Any]
@@ -73,6 +74,7 @@ class Shape:
     repeats: bool = False
     eager: bool = False
     grammars: float = 0.0
+    token_cost: float = 0.0
     drain: bool = False
 
 

@@ -94,6 +94,7 @@ def _with_drafts(seed: int, shape: Shape) -> Shape:
         repeats=rng.random() < 0.6,
         eager=eager,
         grammars=rng.choice([0.0, 0.0, 0.3, 0.8]),
+        token_cost=rng.choice([0.003, 0.02, 0.2, 1.0]),
     )
 
 

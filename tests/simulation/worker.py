@@ -152,9 +152,16 @@ class SimulatedWorker:
         self.number = 0
         self.fail_rows: set[int] = set()
         self.fails: Callable[[RowStart], bool] = lambda start: False
+        self.withdrawn: set[bytes] = set()
+        """Grammars that were dropped before they were loaded."""
+        self.token_cost = 0.0
+        """What a token adds to the time of a step, over that of an empty one."""
 
-    def load(self, message: LoadGrammar) -> GrammarLoaded:
-        """Make a grammar ready, or say that it is none."""
+    def load(self, message: LoadGrammar) -> GrammarLoaded | None:
+        """Make a grammar ready, or say that it is none; nothing is said of one that was dropped meanwhile."""
+        if message.key in self.withdrawn:
+            self.withdrawn.remove(message.key)
+            return None
         assert message.key not in self.grammars, "a grammar was loaded twice"
         rules = Rules.of(message.text)
         if rules.bad:
@@ -165,7 +172,9 @@ class SimulatedWorker:
     def drop(self, message: DropGrammars) -> None:
         """Forget grammars: rows that have begun go on with theirs."""
         for key in message.keys:
-            del self.grammars[key]
+            assert key not in self.withdrawn, "a grammar was dropped twice"
+            if self.grammars.pop(key, None) is None:
+                self.withdrawn.add(key)
 
     def run(self, step: Step) -> StepResult:
         assert step.number == self.number
@@ -219,7 +228,10 @@ class SimulatedWorker:
             if row in self.fail_rows or self.fails(begun):
                 errors.append(RowError(row, ErrorInfo(500, "server_error", "x", "bad")))
         told = messages.pack(given) if step.drafts else b""
-        return StepResult(step.number, messages.pack(sampled), logprobs, errors, 0.001, reads, told, grammars)
+        seconds = 0.001 * (1.0 + self.token_cost * len(ids))
+        return StepResult(
+            step.number, messages.pack(sampled), logprobs, errors, seconds, reads, told, grammars
+        )
 
     def _draw(self, row: int, values: list[int], drafts: list[int]) -> list[tuple[int, int]]:
         """Tokens for a row, each with the chain value before it: one for each of `drafts` that is what is

@@ -118,7 +118,9 @@ class World:
     def load(self) -> None:
         """The worker loads all the grammars that it has been told to."""
         while self.loads:
-            self.scheduler.handle(self.worker.load(self.loads.popleft()))
+            loaded = self.worker.load(self.loads.popleft())
+            if loaded is not None:
+                self.scheduler.handle(loaded)
             self.collect()
 
     def turn(self, check: bool = True) -> None:

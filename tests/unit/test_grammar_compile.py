@@ -67,3 +67,10 @@ def test_warnings_of_a_lenient_schema_come_with_the_grammar() -> None:
     assert len(grammar.warnings) == 1
     assert "pattern" in grammar.warnings[0]
     assert takes(engine().compile(grammar.text), '"y"')
+
+
+def test_what_would_hold_up_all_rows_is_refused() -> None:
+    """An expression that is small, and whose automaton is not."""
+    said = refusal("regex", "(a{1000}){1000}")
+    assert "too complex to follow" in said
+    assert takes(compiled("regex", "(a{30}){3}"), "a" * 90)

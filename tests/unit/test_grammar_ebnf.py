@@ -122,15 +122,56 @@ def test_random_recursive_grammars_take_exactly_their_texts() -> None:
         ('root ::= ""', "only the empty text"),
         ('root ::= (("a"{1,1000}){1,1000}){1,1000}', "stands for more than"),
         ("root ::= " + "(" * 80 + '"a"' + ")" * 80, "nested more than 64"),
+        (
+            'root ::= r0 | "b"\nr490 ::= "(" root ")"\n'
+            + "\n".join(f'r{i} ::= ("a" ("a" ("a" r{i + 1})?)?)?' for i in range(490)),
+            "1200 rules and brackets, within each other",
+        ),
         ('start: "a" foo', 'unknown name: "foo"'),
         ('start: %json {"type": "object"}', "line 1: %json is not supported"),
         ("%llguidance {}\nstart: <|im_end|>", "line 2: <|im_end|> is not supported"),
         ("start: @other", "line 1: @other"),
         ("start: x\nx[max_tokens=3]: /a+/", "[max_tokens=3]"),
+        ('start: /a\n"/ <|im_start|> "b"', "line 2: <|im_start|> is not supported"),
+        ('start: /a\n"/ %json {"type": "object"} "b"', "line 2: %json is not supported"),
+        ('start: /a\n"/ @x "b"', "line 2: @x is not supported"),
+        ('start: %lark {\nstart: "b"\n}', "line 1: %lark is not supported"),
+        (
+            'start: x\nx[suffix="x", max_tokens=3]: /a+/',
+            'line 2: [suffix="x", max_tokens=3] is not supported',
+        ),
+        ("start: x\nx[lazy,temperature=2]: /a+/", "[lazy,temperature=2] is not supported"),
+        ('start: x\nx[capture_name="]", max_tokens=3]: /a+/', 'line 2: [capture_name="]", max_tokens=3]'),
+        ('%llguidance {"no_forcing": true}\nstart: "a"', "line 1: %llguidance is not supported"),
+        ('start: "a\n', 'line 1: "a is not supported'),
+        ("start: /a", "line 1: / is not supported"),
+        ("start: " + "(" * 80 + '"a"' + ")" * 80, "line 1: brackets are nested more than 64 deep"),
+        (
+            'start: a0\na1200: "x"\n' + "\n".join(f"a{i}: a{i + 1}" for i in range(1200)),
+            "more than 1000 rules",
+        ),
+        ('start: a\na: "x"\n}\nb: {"y"', "line 3: nothing is open at }"),
+        ('start: ("a"', "line 1: a bracket is not closed"),
     ],
 )
 def test_what_is_wrong_is_named(grammar: str, names: str) -> None:
     assert names in refusal("ebnf", grammar)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "yes", "no"),
+    [
+        ('start: /a\n"b/ "c"', 'a\n"bc', "ab"),
+        ('start: x "!"\nx[suffix="b"]: /[ab]+/', "aab!", "aabb!"),
+        ('start: x "!"\nx[lazy]: /[ab]+;/', "ab;!", "ab!"),
+        ('start: INT [A] | (A INT)~2\nA: "a"i\n%import common.INT', "A1a23", "1a2"),
+        ('%llguidance {}\nstart: (A B)+\nA: /[a-c]/ & ~/b/\nB: "0".."9"\n%ignore / /', "a1 c2", "b1"),
+        ('start: %regex {"substring_words": "a b]: c"}', "b]: c", "ba"),
+    ],
+)
+def test_lark_that_is_taken(grammar: str, yes: str, no: str) -> None:
+    matcher = compiled("ebnf", grammar)
+    assert [takes(matcher, text) for text in (yes, no)] == [True, False]
 
 
 def test_lark_is_taken_as_the_engine_takes_it() -> None:

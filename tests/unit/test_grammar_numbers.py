@@ -133,6 +133,7 @@ def test_next_to_an_open_bound_no_number_reads_as_the_bound(bound: str) -> None:
         ("60", "0", "86400", True),
         ("0.05", "0.1", "0.9", False),
         ("3", "0", None, False),
+        ("0.000003", None, None, False),
     ],
 )
 def test_multiples(step: str, low: str | None, high: str | None, integer: bool) -> None:
@@ -165,5 +166,7 @@ def test_values_and_what_cannot_be_exact() -> None:
     assert numbers.spellings(Fraction(10**25)) == ["1" + "0" * 25, "1e+25"]
     with pytest.raises(ValueError, match="multipleOf 1000003"):
         numbers.nested(Number(integer=True, multiple_of=(Fraction(1000003),)))
+    with pytest.raises(ValueError, match=r"multipleOf 0\.0000003 .* the 6th behind the point"):
+        numbers.nested(Number(multiple_of=(Fraction("0.0000003"),)))
     with pytest.raises(ValueError, match="beside excluded"):
         numbers.nested(Number(integer=True, multiple_of=(Fraction(7),), excluded=frozenset([Fraction(14)])))

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from sapwood.srt.errors import BadRequest, ErrorInfo, SapwoodError
-from sapwood.srt.grammar import process
-from sapwood.srt.grammar.child import Outcome
+from sapwood.srt.errors import BadRequest, ErrorInfo, SapwoodError, Unavailable
+from sapwood.srt.grammar import compiler, process
+from sapwood.srt.grammar.child import Outcome, Setup
+from sapwood.srt.grammar.compiler import Compiler
 from sapwood.srt.grammar.kept import Kept
 from sapwood.srt.grammar.process import GrammarLoop
+from sapwood.srt.grammar.turns import Turns
 from sapwood.srt.messages import Compile, Compiled, Forget, Grammar, GrammarStats
 from sapwood.srt.params import Constraint
 
@@ -25,10 +27,16 @@ class Work:
     def __init__(self) -> None:
         self.put_in: dict[int, Constraint] = {}
         self.dropped: list[int] = []
+        self.parties: list[tuple[int, str]] = []
         self._done: list[tuple[int, Outcome, float]] = []
 
-    def put(self, number: int, constraint: Constraint) -> None:
+    def put(self, number: int, constraint: Constraint, party: str) -> None:
         self.put_in[number] = constraint
+        self.parties.append((number, party))
+
+    def join(self, number: int, party: str) -> None:
+        assert number in self.put_in
+        self.parties.append((number, party))
 
     def drop(self, number: int) -> None:
         self.dropped.append(number)
@@ -66,9 +74,9 @@ class Bench:
         self.server = Box()
         self.loop = GrammarLoop(3, self.work, self.boxes, self.server)  # type: ignore[arg-type]
 
-    def ask(self, call: int, text: str = "a", tokenizer: int = 0, **fields: Any) -> None:
+    def ask(self, call: int, text: str = "a", tokenizer: int = 0, party: str = "", **fields: Any) -> None:
         constraint = Constraint(**{"kind": "regex", "text": text, "field": "f", **fields})
-        self.loop.handle([Compile(call, tokenizer, constraint)])
+        self.loop.handle([Compile(call, tokenizer, constraint, party)])
 
     def finish(self, grammar: Grammar | None = None, error: ErrorInfo | None = None) -> None:
         self.work.finish(Outcome(grammar, error))
@@ -129,9 +137,10 @@ def test_what_is_wrong_is_told_with_the_requests_own_field(bench: Bench) -> None
     assert not bench.work.put_in
 
 
-def test_a_failure_that_was_not_the_constraints_is_not_kept(bench: Bench) -> None:
+@pytest.mark.parametrize("kind", [SapwoodError, Unavailable])
+def test_a_failure_that_was_not_the_constraints_is_not_kept(bench: Bench, kind: type[SapwoodError]) -> None:
     bench.ask(1)
-    failure = SapwoodError("its process has ended").info()
+    failure = kind("its process has ended").info()
     bench.finish(error=failure)
     assert bench.boxes[0].take() == [Compiled(1, None, failure)]
     bench.ask(2)
@@ -164,6 +173,52 @@ def test_only_so_many_calls_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     bench.ask(3, text="0")  # known: it needs no place
     bench.ask(4, text="4")
     assert len(bench.work.put_in) == 2
+
+
+def test_who_has_most_waiting_gives_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MAX_WAITING", 3)
+    refused = []
+    for call, party in enumerate(["many", "many", "many", "many", "few", "few", "one", "other"]):
+        bench.ask(call, text=str(call), party=party)
+        refused += [answer.call for answer in bench.boxes[0].take()]
+    assert refused == [3, 2, 5, 1, 7]
+    for _ in range(3):
+        bench.finish(GRAMMAR)
+    assert [answer.call for answer in bench.boxes[0].take()] == [0, 4, 6]
+
+
+def test_it_may_come_in_the_turn_of_any_who_wants_it(bench: Bench) -> None:
+    bench.ask(1, party="many")
+    bench.ask(2, party="one")
+    bench.ask(3, party="one", field="g")
+    bench.finish(error=FAULT)
+    assert bench.work.parties == [(1, "many"), (1, "one"), (1, "one"), (2, "one")]
+
+
+def test_parties_take_turns() -> None:
+    turns: Turns[int] = Turns()
+    for number in range(4):
+        turns.put(number, "many")
+    for number in (9, 3, 3):
+        turns.put(number, "few")
+    assert [turns.take() for _ in range(len(turns))] == [0, 9, 1, 3, 2]
+    assert not turns
+
+
+def test_a_failure_that_nobody_waits_for_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real compiler, where no process is to be had."""
+
+    def no_process(*_: Any) -> Any:
+        raise Unavailable("no process can be started now")
+
+    monkeypatch.setattr(compiler, "BoundedProcess", no_process)
+    box = Box()
+    loop = GrammarLoop(0, Compiler(Setup("", 8, [0]), 1), [box], Box())
+    constraint = Constraint("regex", "a", "f")
+    loop.handle([Compile(1, 0, constraint), Forget(1, 0)])
+    assert box.take() == []
+    loop.handle([Compile(2, 0, constraint, "a"), Compile(3, 0, constraint, "b")])
+    assert [(answer.call, answer.error.status) for answer in box.take()] == [(2, 503), (3, 503)]
 
 
 def test_an_answer_that_finds_the_queue_full_is_told_later(bench: Bench) -> None:

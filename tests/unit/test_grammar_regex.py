@@ -90,6 +90,7 @@ def test_what_is_not_regular_or_no_pattern_is_refused_by_name(pattern: str, name
         ("$", ["", "x"], []),
         ("(?:a|(?<n>b)|(?P<m>c))$", ["xa", "b", "c"], ["ax"]),
         ("(a*)*b", ["aaab", "b"], ["aaa"]),
+        ("c(?:^a){0}b", ["cb", "xcb"], ["b", "ca"]),
     ],
 )
 def test_meaning(pattern: str, yes: list[str], no: list[str]) -> None:
@@ -139,6 +140,37 @@ def test_random_patterns_in_json_as_python_finds_them() -> None:
         for text, want in zip(texts, wanted, strict=True):
             for ascii_only in (True, False):
                 assert takes(matcher, json.dumps(text, ensure_ascii=ascii_only)) is want, (pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        (r"^\x01{2}$", ["\\u0001\\u0001"], ["\\u00011", "\\u0001"]),
+        (r"^\x01*$", ["", "\\u0001\\u0001"], ["\\u000"]),
+        (r"^\v*$", ["", "\\u000b\\u000B"], ["\\u000", "\\u000bb"]),
+        (r"^\x1b?$", ["", "\\u001B"], ["\\u001"]),
+        (r"^\0{2}$", ["\\u0000\\u0000"], ["\\u00000"]),
+        (r"^[\x00-\x07]+$", ["\\u0000\\u0007"], ["\\u00000", "\\u00077"]),
+    ],
+)
+def test_a_repeat_takes_all_of_an_escape(pattern: str, yes: list[str], no: list[str]) -> None:
+    matcher = compiled("json_schema", {"type": "string", "pattern": pattern})
+    verdicts = [takes(matcher, f'"{text}"') for text in yes + no]
+    assert verdicts == [True] * len(yes) + [False] * len(no)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        ("^" + "a" * 2000 + "$", "a" * 2000, "a" * 1999),
+        ("^" + "[ab]c" * 700, "bc" * 700 + "x", "bc" * 699),
+        ("a?" * 1500 + "b", "xb", "xa"),
+    ],
+)
+def test_long_patterns_are_not_nested(pattern: str, yes: str, no: str) -> None:
+    matcher = compiled("json_schema", {"type": "string", "pattern": pattern})
+    assert takes(matcher, json.dumps(yes))
+    assert not takes(matcher, json.dumps(no))
 
 
 def test_sets_of_characters() -> None:

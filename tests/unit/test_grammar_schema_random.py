@@ -9,10 +9,13 @@ import jsonschema
 import pytest
 
 from sapwood.srt.errors import BadRequest
+from sapwood.srt.grammar.compile import compile_constraint
 from sapwood.srt.grammar.keywords import KEYWORDS
 from sapwood.srt.grammar.schema import read
+from sapwood.srt.params import Constraint
 from tests import random_schemas
 from tests.documents import allows
+from tests.grammars import engine
 
 ROUNDS = 8
 SCHEMAS = 60
@@ -56,3 +59,18 @@ def test_whatever_is_sent_is_read_or_refused(seed: int) -> None:
         except BadRequest as error:
             answers.add(f"refused {error.param}" if len(error.message) < 1000 else error.message)
     assert answers == {"read", "refused schema"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_schema_with_one_thing_wrong_is_compiled_or_refused(seed: int) -> None:
+    r = random.Random(seed)
+    answers = set()
+    for _ in range(150):
+        schema = random_schemas.mutated(r, random_schemas.schema(r))
+        schema |= {"x-lenient": True} if r.random() < 0.3 else {}
+        try:
+            compile_constraint(Constraint("json_schema", json.dumps(schema), "schema"), engine())
+            answers.add("compiled")
+        except BadRequest as error:
+            answers.add(f"refused {error.param}")
+    assert answers == {"compiled", "refused schema"}

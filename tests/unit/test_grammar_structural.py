@@ -132,19 +132,74 @@ def test_kinds_of_content() -> None:
         assert verdicts(structural(form), texts) == list(map(bool, wanted)), kind
 
 
+TEXT = {"type": "any_text"}
+LETTERS = {"type": "grammar", "grammar": 'root ::= "(" root ")" | [a-z]*'}
+
+
+def const(text: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": text}
+
+
+def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": [*elements]}
+
+
+def around(content: dict[str, Any], begin: str = "<t>", end: str = "</t>") -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def tags(once: bool, *tags: dict[str, Any]) -> dict[str, Any]:
+    form = {"type": "tags_with_separator", "tags": [*tags], "separator": ","}
+    return {**form, "at_least_one": True, "stop_after_first": once}
+
+
+@pytest.mark.parametrize(
+    ("form", "yes", "no"),
+    [
+        (around({"type": "optional", "content": TEXT}), ["<t>a</t>", "<t></t>"], ["<t>a", "<t>a</t>b</t>"]),
+        (
+            around({"type": "repeat", "content": TEXT, "min": 1, "max": 1}),
+            ["<t>a</t>", "<t></t>"],
+            ["<t>a", "<t>a</t>b</t>"],
+        ),
+        (sequence({"type": "or", "elements": [TEXT, const("yes")]}, const("END")), ["aEND", "yesEND"], ["a"]),
+        (sequence(around(TEXT, "<a>", ""), tag("f")), [f"<a>hi{X}"], ["<a>hi", f"<a>{X}!"]),
+        (sequence(sequence(const("a"), TEXT), const("END")), ["aEND", "abEND"], ["a", "END"]),
+        (
+            around({"type": "grammar", "grammar": "root ::= [^z]*"}),
+            ["<t>a b</t>", "<t></t>"],
+            ["<t>z</t>", "<t>a", "<t>a</t>b"],
+        ),
+        (around(LETTERS, end="x!"), ["<t>(ab)x!", "<t>xx!", "<t>abx!"], ["<t>(ab)", "<t>abx", "<t>(x!"]),
+        (sequence(LETTERS, tag("f")), [f"((ab)){X}", X], ["(ab)", f"(ab{X}"]),
+        (sequence({"type": "regex", "pattern": "[0-9]{2}"}, BODY), ['12{"a": 1}'], ['1{"a": 1}', "12"]),
+        (
+            sequence({"type": "plus", "content": {"type": "regex", "pattern": "[a-z]+;"}}, const("!")),
+            ["ab;!", "ab;c;!"],
+            ["!", "ab!"],
+        ),
+        (around(triggered()["format"]), [f"<t>a{X}b</t>", "<t></t>"], [f"<t>{X}", "<t></t>!"]),
+        (tags(True, around(TEXT, "<a>", "")), ["<a>x", "<a>"], ["a"]),
+    ],
+)
+def test_text_ends_where_what_follows_begins(form: dict[str, Any], yes: list[str], no: list[str]) -> None:
+    assert verdicts(structural(form), yes + no) == [True] * len(yes) + [False] * len(no)
+
+
 def test_a_document_or_calls_that_begin_like_it() -> None:
-    call = {"type": "tag", "begin": '{"name": "foo", "parameters": ', "content": BODY, "end": "}"}
-    calls = {"type": "tags_with_separator", "tags": [call], "separator": "; ", "at_least_one": True}
     documents = [{}, {"type": "object"}, {"type": "object", "properties": {"name": {"type": "integer"}}}]
-    for schema in documents:
+    for schema, name in [*((schema, "name") for schema in documents), ({}, 'n\\"ame')]:
+        begin = f'{{"{name}": "foo", "parameters": '
+        call = {"type": "tag", "begin": begin, "content": BODY, "end": "}"}
+        calls = {"type": "tags_with_separator", "tags": [call], "separator": "; ", "at_least_one": True}
         form = structural({"type": "or", "elements": [{"type": "json_schema", "json_schema": schema}, calls]})
-        one = '{"name": "foo", "parameters": {"a": 1}}'
+        one = begin + '{"a": 1}}'
         texts = [
             '{"nation": 1}',
             one,
             f"{one}; {one}",
-            '{"name": 5, "x": 1}',
-            '{"name": "foo", "parameters": 1',
+            f'{{"{name}": 5, "x": 1}}',
+            begin + "1",
             "",
         ]
         assert verdicts(form, texts) == [True, True, True, True, False, False], schema
@@ -231,6 +286,25 @@ def test_a_constraint_begins_after_a_text() -> None:
         ({"type": "regex", "pattern": "(?=a)"}, "/format/pattern: lookahead"),
         ({"type": "grammar", "grammar": "x"}, "/format/grammar"),
         ({"type": "repeat", "content": BODY, "min": 3, "max": 2}, "min and max"),
+        ({"type": "star", "content": TEXT}, "/format/content: text must be followed by"),
+        (
+            sequence({"type": "or", "elements": [TEXT, const("a")]}, BODY),
+            "/format/elements/1: text must be followed by",
+        ),
+        (
+            sequence({"type": "grammar", "grammar": "root ::= [^z]*"}, BODY),
+            "/format/elements/1: text must be",
+        ),
+        (sequence(LETTERS, BODY), "/format/elements/1: text must be followed by"),
+        (tags(False, around(TEXT, "<a>", "")), "/format/tags/0/content: text must be followed by"),
+        (
+            {"type": "triggered_tags", "triggers": ["<a>"], "tags": [around(TEXT, "<a>", "")]},
+            "/format/tags/0/content: text must be followed by",
+        ),
+        (
+            {"type": "triggered_tags", "triggers": ["<f", "<g"], "tags": [tag("f")]},
+            "/format/triggers: no tag begins with '<g'",
+        ),
         (5, "/format: the type None"),
     ],
 )

@@ -51,3 +51,14 @@ def test_two_names_at_once_are_refused() -> None:
     both = SamplingParams(structured_outputs={"regex": "a"}, guided_decoding={"regex": "a"})
     with pytest.raises(BadRequest, match="two names"):
         _ = both.constraint
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_what_is_no_constraint_is_refused_at_once(name: str) -> None:
+    with pytest.raises(BadRequest, match="must be StructuredOutputsParams") as caught:
+        SamplingParams(**{name: "x"})  # type: ignore[arg-type]
+    assert caught.value.param == name
+    params = SamplingParams()
+    setattr(params, name, 5)
+    with pytest.raises(BadRequest):
+        _ = params.constraint

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from sapwood.srt.params import Parsing
+from sapwood.srt.tokenizer.parsers.calls import MAX_CALL_CHARS, MAX_DEPTH
 from sapwood.srt.tokenizer.parsers.literals import NotLiteral, keywords
 from sapwood.srt.tokenizer.parsers.output import OutputParser, Told
 from sapwood.srt.tokenizer.parsers.thinking import state_of_prompt
@@ -256,6 +257,86 @@ def test_a_call_that_is_cut_is_incomplete() -> None:
         assert whole.content == ""
 
 
+def parts(text: str) -> Iterator[list[str]]:
+    """The text whole, and in pieces of several sizes."""
+    for size in (len(text), 1, 7, 1000):
+        yield [text[at : at + size] for at in range(0, len(text), size)]
+
+
+NO_NAMES = {
+    "a deep list": "[" * 5000,
+    "a deep value": "[" * 5000 + "]" * 5000,
+    "a long number": "9" * 5000,
+    "a long text": '"' + "f" * 5000 + '"',
+    "a long escaped text": '"' + "\\u0066" * 70 + '"',
+    "an object": '{"a": "f"}',
+    "null": "null",
+}
+
+
+@pytest.mark.parametrize("what", NO_NAMES)
+def test_no_name_can_end_the_process(what: str) -> None:
+    text = f'<tool_call>{{"name": {NO_NAMES[what]}, "arguments": {{}}}}</tool_call>'
+    for pieces in parts(text):
+        assert read(tools("hermes"), pieces) == Whole("", text, [], False)
+
+
+def test_a_name_may_be_escaped() -> None:
+    text = '{"name": "\\u0067\\u0065t_weather", "parameters": {}}'
+    check(tools("llama3_json"), text, Whole("", "", [("get_weather", "{}")], True))
+
+
+def test_arguments_have_a_depth() -> None:
+    for depth, called in ((MAX_DEPTH - 1, True), (MAX_DEPTH, False)):
+        arguments = '{"a": ' * depth + "1" + "}" * depth
+        whole = read(tools("hermes"), [f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'])
+        assert whole.called == called
+        assert whole.calls[0][1] == arguments if called else whole.content
+
+
+def test_only_a_calls_members_are_waited_for() -> None:
+    """Another object flows on as it comes."""
+    for tool_format, opening in (
+        ("llama3_json", ""),
+        ("hermes", "<tool_call>"),
+        ("mistral", "[TOOL_CALLS] ["),
+    ):
+        parser = OutputParser(tools(tool_format), False)
+        begun = f'{opening}{{"id": 7, "answer": "'
+        assert parser.feed(begun).content == begun
+        assert parser.feed("lo").content == "lo"
+    members = '"type": "function", "id": "x", "name": "f", "parameters": {"a": 1}, "more": [1]'
+    check(tools("llama3_json"), f"{{{members}}}", Whole("", "", [("f", '{"a": 1}')], True))
+
+
+LONG = {
+    "hermes": [
+        f'<tool_call>{{"id": "{"x" * MAX_CALL_CHARS}", "name": "f", "arguments": {{}}}}</tool_call>',
+        f'<tool_call>{{"arguments": {{"a": "{"x" * MAX_CALL_CHARS}"}}, "name": "f"}}</tool_call>',
+        "<tool_call>" + "\n" * MAX_CALL_CHARS + F1 + "</tool_call>",
+    ],
+    "mistral_args": ["[TOOL_CALLS]f[ARGS]" + " " * MAX_CALL_CHARS + "{}"],
+}
+
+
+@pytest.mark.parametrize("tool_format", LONG)
+def test_what_is_too_long_for_a_call_is_held_no_longer(tool_format: str) -> None:
+    for text in LONG[tool_format]:
+        for pieces in parts(text):
+            assert read(tools(tool_format), pieces) == Whole("", text, [], False)
+        parser = OutputParser(tools(tool_format), False)
+        ends = range(0, MAX_CALL_CHARS + 100, 100)
+        assert any(parser.feed(text[at : at + 100]).content for at in ends)
+
+
+def test_long_arguments_are_no_matter() -> None:
+    arguments = f'{{"a": "{"x" * 2 * MAX_CALL_CHARS}"}}'
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    for size in (1000, len(text)):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert read(tools("hermes"), pieces) == Whole("", "", [("f", arguments)], True)
+
+
 def test_nothing_is_lost_without_a_call() -> None:
     """Random text of the marks' own characters, in every format, comes out as it went in."""
     drawn = random.Random(5)
@@ -282,7 +363,8 @@ def test_nothing_is_lost_without_a_call() -> None:
 @pytest.mark.parametrize(
     "text",
     ["1", "a=", "a=b", "a=1 b=2", "a=[1", "a={1: 2}", "a=1, a=2", "a='x", "a=lambda: 1", "a=-x", "a=1+1",
-     "a='\\ud800'", "a=" + "[" * 100 + "]" * 100, "**a", "a=f'x'", "a=" + "9" * 500],
+     "a='\\ud800'", "a=" + "[" * 100 + "]" * 100, "a=1e999", "a=[-1e999]",
+     "**a", "a=f'x'", "a=" + "9" * 500],
 )  # fmt: skip
 def test_what_is_no_literal(text: str) -> None:
     with pytest.raises(NotLiteral):

@@ -84,3 +84,8 @@ def test_valid_json_is_followed_to_its_end(value: object, ascii_only: bool, data
     assert scanner.complete
     assert rest[taken:] in (" x", rest[-2:])
     assert scanner.place is None
+
+
+def test_half_a_surrogate_pair_in_a_key_can_be_told() -> None:
+    place = scan('{"\\ud83d": "x').place
+    assert place == Incomplete("/?", "string")

@@ -109,23 +109,33 @@ def test_what_cannot_be_loaded_is_answered_with_the_reason() -> None:
     world.idle()
 
 
-@pytest.mark.parametrize("loads_later", [True, False])
-def test_a_cancelled_request_does_not_come_back_with_its_grammar(loads_later: bool) -> None:
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_grammar_that_nobody_waits_for_any_more_is_withdrawn(answered: bool) -> None:
+    """Its answer may be on its way: that is not taken for the one to the load that comes next."""
     world = Orders()
     world.loads_wait = True
-    key = world.submit([5, 6, 7], n=2, grammar=FREE, **LONG)
+    keys = [world.submit([5, 6, i], n=2, grammar=FREE, **LONG) for i in (7, 8)]
     world.turn()
-    world.cancel(key)
+    world.cancel(keys[0])
+    world.turn()
+    assert len(world.orders) == 1
+    answer = world.worker.load(world.loads.popleft()) if answered else None
+    world.cancel(keys[1])
     world.check()
-    assert {d.reason for d in world.clients[key].done.values()} == {"abort"}
-    if loads_later:
-        world.load()
-        world.check()
+    assert {d.reason for key in keys for d in world.clients[key].done.values()} == {"abort"}
     again = world.submit([5, 6, 7], grammar=FREE, **LONG)
-    world.load()
+    world.turn()
+    if answer is not None:
+        world.scheduler.handle(answer)
+        world.check()
+    assert world.state.requests[again].loading
+    world.loads_wait = False
     world.run()
     world.expect(again)
-    assert len(world.orders) == 1
+    load, drop, anew = world.orders
+    assert drop == DropGrammars([load.key])
+    assert anew == LoadGrammar(anew.key, FREE.text)
+    assert set(world.worker.grammars) == {anew.key} != {load.key}
     world.idle()
 
 
@@ -387,8 +397,24 @@ def test_a_draft_that_reaches_the_end_is_cut_there() -> None:
     key = world.submit([5, 6, 7], grammar=text(1, 25, 12, least=12), **LONG)
     world.run()
     world.expect(key)
-    assert world.clients[key].done[0].n == 12
+    done = world.clients[key].done[0]
+    assert done.n == 12
+    assert done.accepted == done.drafted > 0, "the last one is none that the worker drew beside the draft"
     world.idle()
+
+
+def test_forced_text_that_gives_nothing_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the worker does not look at the drafts of a row whose matcher it has made anew."""
+    draw = SimulatedWorker._draw
+    monkeypatch.setattr(
+        SimulatedWorker, "_draw", lambda self, row, values, drafts: draw(self, row, values[:1], [])
+    )
+    world = Orders(num_slots=2000, speculative_algorithm="radix")
+    grammar = text(0, 160, least=1000)
+    key = world.submit([5, 6, 7], grammar=grammar, ignore_eos=True, max_tokens=150)
+    world.run()
+    world.expect(key)
+    assert 0 < sum(bool(step.drafts) for step in world.steps) <= 4
 
 
 def test_the_budget_of_a_step_bounds_forced_text() -> None:

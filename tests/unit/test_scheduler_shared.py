@@ -194,6 +194,32 @@ def test_stretches_are_found_once_for_all_plain_decodes_of_the_same_rows(
     assert all(stretches(step) == [(0, 128, rows_of(world, keys))] for step in world.steps[before:])
 
 
+def test_rows_that_are_in_every_second_step_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those with drafts are, each in the steps where the other one is not."""
+    rows = Rows(8, 300)
+    rows.active[:6], rows.order[:], rows.prompt_end[:] = True, range(8), 200
+    rows.slots[:, :200] = range(200)
+
+    def step(members: list[int]) -> list[Stretch]:
+        chosen = np.array(members, dtype=np.int32)
+        named = messages.unpack(prefixes.of(rows, chosen, np.full(len(members), 200, np.int32))).tolist()
+        begin, end, count, *indices = named
+        assert count == len(indices)
+        return [(begin, end, [members[i] for i in indices])]
+
+    prefixes = shared.SharedPrefixes()
+    first, second = [0, 1, 2, 4], [5, 0, 3, 2]
+    for members in (first, second):
+        assert step(members) == [(0, 192, members)]
+    monkeypatch.setattr(shared.SharedPrefixes, "_add", lambda *_: pytest.fail("compared again"))
+    assert step([4, 3]) == [(0, 192, [4, 3])]
+    step(first)
+    step(second)
+    monkeypatch.setattr(shared.SharedPrefixes, "_find", lambda *_: pytest.fail("looked for again"))
+    for members in (first, second, first, second):
+        assert step(members) == [(0, 192, members)]
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_stretches_of_any_slots(seed: int) -> None:
     """Rows that copy parts of others' slots, at places that are no multiples of a tile, in any order."""
@@ -213,7 +239,7 @@ def test_stretches_of_any_slots(seed: int) -> None:
         rows.slots[row, :longest] = slots
     members = np.array(rng.sample(range(capacity), rng.randint(1, capacity)), dtype=np.int32)
     starts = np.array([rng.randint(rows.seated[row], longest) for row in members], dtype=np.int32)
-    rows.order[:], rows.prompt_end[:] = range(capacity), longest
+    rows.active[:], rows.order[:], rows.prompt_end[:] = True, range(capacity), longest
     prefixes = shared.SharedPrefixes()
     for _ in range(4):
         found = prefixes.of(rows, members, starts)

@@ -24,7 +24,7 @@ from sapwood.srt.messages import (
     Submit,
     pack,
 )
-from sapwood.srt.params import Constraint, Parsing, SamplingParams
+from sapwood.srt.params import Constraint, Parsing, SamplingParams, Scheduling
 from sapwood.srt.tokenizer.process import TokenizerLoop
 from sapwood.srt.tokenizer.prompts import PromptEncoder
 from sapwood.srt.tokenizer.requests import NoTexts
@@ -129,6 +129,21 @@ def test_a_full_queue_is_told() -> None:
     bench.ask()
     (ended,) = bench.server.take()
     assert (ended.error.status, ended.error.code) == (429, "queue_full")
+
+
+@pytest.mark.parametrize(
+    ("fields", "party"),
+    [
+        ({"group": "g", "scheduling": Scheduling(tenant="t")}, "t"),
+        ({"group": "g"}, "g"),
+        ({}, "r"),
+    ],
+)
+def test_whose_turn_it_comes_in(fields: dict[str, Any], party: str) -> None:
+    bench = Compiling()
+    its = Constraint("regex", "a", "regex")
+    bench.step(Generate("r", IdsPrompt(pack([5, 6])), SamplingParams(), constraint=its, **fields))
+    assert [message.party for message in bench.grammar.take()] == [party]
 
 
 def test_what_begins_after_something_is_compiled_when_the_prompt_is_known() -> None:

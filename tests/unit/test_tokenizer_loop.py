@@ -34,11 +34,12 @@ from sapwood.srt.messages import (
     pack,
     unpack,
 )
-from sapwood.srt.params import SamplingParams
+from sapwood.srt.params import Parsing, SamplingParams
 from sapwood.srt.tokenizer import process
 from sapwood.srt.tokenizer.background import LONG_CHARS, Background
 from sapwood.srt.tokenizer.delivery import Delivery
 from sapwood.srt.tokenizer.isolation import IsolatedTemplate
+from sapwood.srt.tokenizer.parsers.output import OutputParser
 from sapwood.srt.tokenizer.process import TokenizerLoop
 from sapwood.srt.tokenizer.prompts import PromptEncoder
 from sapwood.srt.tokenizer.vocabulary import Vocabulary
@@ -336,6 +337,28 @@ def test_an_unforeseen_failure_ends_its_request_only(monkeypatch: pytest.MonkeyP
     assert (ended.error.status, "ZeroDivisionError" in ended.error.message) == (500, True)
     monkeypatch.undo()
     assert bench.submit("r") > 0
+
+
+@pytest.mark.parametrize("step", ["feed", "finish"])
+def test_a_parser_that_fails_ends_its_request_only(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+
+    def broken(*_given: Any) -> Any:
+        raise RecursionError
+
+    monkeypatch.setattr(OutputParser, step, broken)
+    prompt, parsing = IdsPrompt(pack([5, 6])), Parsing("hermes", ["f"])
+    bench.step(Generate("r", prompt, SamplingParams(n=2), parsing=parsing))
+    (submit,) = bench.scheduler.take()
+    other = bench.submit("s")
+    bench.step(tokens((submit.key, 40), (submit.key + 1, 40), (other, 40)))
+    bench.step(Done(submit.key, 0, 1, "length"), Done(submit.key, 1, 1, "abort"), tokens((other, 41)))
+    said = bench.server.take()
+    ends = {m.rid: m.error for m in said if isinstance(m, Ended)}
+    assert [(rid, error.status) for rid, error in ends.items() if error] == [("r", 500)]
+    assert "RecursionError" in ends["r"].message
+    assert bench.scheduler.take() == [Cancel(submit.key)]
+    assert [unpack(m.ids).tolist() for m in said if isinstance(m, Chunk) and m.rid == "s"] == [[40], [41]]
 
 
 def test_new_prompts_do_not_hold_up_streams(monkeypatch: pytest.MonkeyPatch) -> None:

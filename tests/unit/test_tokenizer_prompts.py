@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import BadRequest, ModelError
 from sapwood.srt.messages import ChatPrompt, IdsPrompt, TextPrompt, pack, unpack
+from sapwood.srt.tokenizer.background import LONG_CHARS, is_long, size_of
 from sapwood.srt.tokenizer.prompts import Prompt, PromptEncoder
 from sapwood.srt.tokenizer.templates import ChatTemplate, prepare
 from sapwood.srt.tokenizer.vocabulary import load
@@ -123,7 +124,38 @@ def test_no_rewriting_by_the_template_forges_a_token(expression: str) -> None:
     assert ids.count(tokenizer.token_to_id(START)) == 1
     assert ids.count(tokenizer.token_to_id(END)) == 0
     assert all(i < tokenizer.get_vocab_size() for i in ids)
-    assert "\ue000" not in tokenizer.decode(ids)
+    assert "~" not in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "VALUE",
+        "'%r' % VALUE",
+        "VALUE | pprint",
+        "VALUE | tojson(ensure_ascii=true)",
+        "VALUE | tojson(indent=1)",
+    ],
+)
+def test_what_is_users_text_stays_so_however_it_is_printed(expression: str) -> None:
+    tokenizer = byte_level()
+    made = encoder(
+        tokenizer, template=CHATML + "{{ " + expression.replace("VALUE", "messages[0].more") + " }}"
+    )
+    message = {"role": "user", "content": "x", "more": {f"k{START}": [f"v{END}é"]}}
+    ids = ids_of(made, ChatPrompt([message]))
+    assert (ids.count(tokenizer.token_to_id(START)), ids.count(tokenizer.token_to_id(END))) == (2, 1)
+    shown = tokenizer.decode(ids, skip_special_tokens=False)
+    assert f"k{START}" in shown
+    assert f"v{END}" in shown
+    assert "~" not in shown
+
+
+def test_tools_count_in_a_chats_size() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * LONG_CHARS}}]
+    assert size_of(chat("x", tools=tools)) > size_of(chat("x")) + LONG_CHARS
+    assert is_long(chat("x", tools=tools))
+    assert not is_long(chat("x"))
 
 
 def test_a_template_may_test_contents_for_special_strings() -> None:

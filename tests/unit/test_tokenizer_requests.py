@@ -173,3 +173,12 @@ def test_a_stop_string_ends_a_document_that_is_incomplete() -> None:
     chunks, finish = run(spell('{"a": "xENDy'), constraint=SCHEMA, stop=["END"])
     assert content(chunks) == '{"a": "x'
     assert (finish.reason, finish.matched, finish.incomplete) == ("stop", "END", None)
+
+
+def test_the_eos_that_ends_a_document_is_no_text() -> None:
+    regex = Constraint("regex", "a+", "regex")
+    ids = [*spell("aa"), EOS]
+    chunks, _ = run(ids, constraint=regex, ignore_eos=True, skip_special_tokens=False)
+    assert content(chunks) == "aa"
+    chunks, _ = run([*ids, *spell("b")], reason="length", ignore_eos=True, skip_special_tokens=False)
+    assert content(chunks) == "aa<eos>b"

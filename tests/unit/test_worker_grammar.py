@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 import re
+import select
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,13 @@ import pytest
 
 from sapwood.srt import messages
 from sapwood.srt.channel import Inbox, Outbox
-from sapwood.srt.grammar.engine import Engine, Filler
+from sapwood.srt.errors import BadRequest
+from sapwood.srt.grammar.compile import compile_constraint
+from sapwood.srt.grammar.engine import Engine, Filler, Matcher
 from sapwood.srt.messages import DropGrammars, GrammarLoaded, GrammarState, LoadGrammar, RowStart
-from sapwood.srt.worker.constraints import MAX_FORCED
+from sapwood.srt.params import Constraint
+from sapwood.srt.worker import constraints
+from sapwood.srt.worker.constraints import MAX_FORCED, SLICE, _Follower
 from sapwood.srt.worker.grammars import Grammars
 from sapwood.srt.worker.loop import make_grammars, turn
 from tests.models import IM_END, VOCAB, source_of, tiny_llama, tiny_tokenizer
@@ -260,20 +267,113 @@ def test_drafts_into_a_trap_are_no_reason_to_fail(bench: Bench, trap: str) -> No
         assert bool(codes[0]) == ends
 
 
+def follower_of(bench: Bench, row: int) -> _Follower:
+    follower = bench.runner._constraints._rows[row]
+    assert isinstance(follower, _Follower)
+    return follower
+
+
+def break_down(bench: Bench, row: int) -> None:
+    """The row's matcher fails: an id that there is not is an error of the engine's, as limits are."""
+    matcher = follower_of(bench, row).matcher
+    matcher.accept([2**30])
+    assert matcher.error
+
+
+def errors_of(stream: Stream) -> list[str]:
+    return [error.error.code for error in stream.results[-1].errors]
+
+
 def test_a_matcher_that_fails_of_what_others_walked_is_made_anew(bench: Bench) -> None:
     """Copies share their automata: what one row has used up is not the others' fault, nor are drafts."""
     params = {"temperature": 1.0, "seed": 1}
     reference = plain(bench, PERSON, **params)
     stream = Stream(bench, 2, PROMPT, {"grammar": bench.load(PERSON), **params})
     run_streams([stream], 5)
-    follower = bench.runner._constraints._rows[2]
-    # An id that there is not is an error of the engine's, as limits are.
-    follower.matcher.accept([2**30])  # type: ignore[union-attr]
-    assert follower.matcher.error  # type: ignore[union-attr]
+    break_down(bench, 2)
     stream.propose = lambda output: reference.output[len(output) : len(output) + 3]
     run_streams([stream], 40, admitted=True)
     assert stream.output == reference.output
     assert messages.unpack(stream.results[5].counts).tolist() == [1]
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_matcher_that_fails_again_soon_is_made_anew_of_a_base_of_its_own(bench: Bench, times: int) -> None:
+    """Others may have used up the new one, too; what fails alone is too complex."""
+    params = {"temperature": 1.0, "seed": 1}
+    reference = plain(bench, PERSON, **params)
+    stream = Stream(bench, 2, PROMPT, {"grammar": bench.load(PERSON), **params})
+    beside = Stream(bench, 3, PROMPT, {"grammar": PERSON.encode(), **params})
+    run_streams([stream, beside], 2)
+    for at in (3, 4, 5)[:times]:
+        break_down(bench, 2)
+        run_streams([stream, beside], at, admitted=True)
+    if times == 2:
+        follower = follower_of(bench, 2)
+        assert follower._base is not follower.grammar.base
+        run_streams([stream, beside], 40, admitted=True)
+        assert stream.output == reference.output
+    else:
+        assert errors_of(stream) == ["constraint_too_complex"]
+        run_streams([beside], 40, admitted=True)
+    assert beside.output == reference.output
+
+
+def test_a_grammar_that_cannot_be_compiled_again_costs_its_row_only(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"temperature": 1.0, "seed": 1}
+    stream = Stream(bench, 2, PROMPT, {"grammar": bench.load(PERSON), **params})
+    run_streams([stream], 2)
+    break_down(bench, 2)
+
+    def refuse(engine: Engine, text: str) -> Matcher:
+        raise BadRequest("it cannot be compiled")
+
+    monkeypatch.setattr(Engine, "compile", refuse)
+    run_streams([stream], 3, admitted=True)
+    assert errors_of(stream) == ["constraint_too_complex"]
+
+
+def test_a_long_output_is_gone_through_in_slices(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar, params = "start: /[a-z ]{400}/", {"temperature": 1.0, "seed": 4}
+    whole = plain(bench, grammar, **params)
+    accept = Matcher.accept
+    sizes: list[int] = []
+
+    def counted(matcher: Matcher, ids: list[int]) -> int:
+        sizes.append(len(ids))
+        return accept(matcher, ids)
+
+    monkeypatch.setattr(Matcher, "accept", counted)
+    again = Stream(bench, 2, PROMPT, {"grammar": bench.load(grammar), **params}, output=whole.output[:37])
+    run_streams([again], 40)
+    assert again.output == whole.output
+    assert max(sizes) <= SLICE < 37 <= sum(sizes)
+
+
+def test_a_row_that_takes_others_too_much_time_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"temperature": 1.0, "seed": 1}
+    stream = Stream(bench, 2, PROMPT, {"grammar": bench.load(PERSON), **params})
+    run_streams([stream], 5)
+    assert not follower_of(bench, 2).failed
+    monkeypatch.setattr(constraints, "SECONDS", 0.0)
+    monkeypatch.setattr(constraints, "SECONDS_A_TOKEN", 0.0)
+    run_streams([stream], 40, admitted=True)
+    assert errors_of(stream) == ["constraint_too_complex"]
+    assert len(stream.output) == 5
+    start = row_start(3, grammar=PERSON.encode(), history=[*PROMPT, *stream.output], prompt_len=8)
+    assert failing(bench, start)[0] == "constraint_too_complex"
+
+
+def test_as_many_optional_properties_as_there_may_be_are_followed(engine: Engine) -> None:
+    properties = {f"p{i}": {"type": "boolean"} for i in range(200)}
+    schema = json.dumps({"type": "object", "properties": properties})
+    grammar = compile_constraint(Constraint("json_schema", schema, "schema"), engine)
+    for given in ([], [0, 1, 99, 199], list(range(200))):
+        matcher = engine.compile(grammar.text)
+        ids = engine.tokenize(json.dumps({f"p{i}": True for i in given}))
+        assert (matcher.accept(ids), matcher.complete) == (len(ids), True), matcher.error
 
 
 def test_grammars_are_loaded_or_refused(bench: Bench, folder: Path) -> None:
@@ -317,9 +417,14 @@ def test_masks_are_written_only_where_there_is_room(engine: Engine) -> None:
             filler.fill([(matcher, line, drafts)], masks)
 
 
-def test_an_engine_that_breaks_answers_all_the_same() -> None:
+class Panic(BaseException):
+    """As the engine's own are, which are no Exceptions."""
+
+
+@pytest.mark.parametrize("kind", [OSError, Panic])
+def test_an_engine_that_breaks_answers_all_the_same(kind: type[BaseException]) -> None:
     def broken() -> Engine:
-        raise OSError("no such file")
+        raise kind("no such file")
 
     grammars = Grammars(broken)
     grammars.load(LoadGrammar(b"1", ANSWER))
@@ -329,3 +434,54 @@ def test_an_engine_that_breaks_answers_all_the_same() -> None:
         answers += grammars.finished()
     assert [a.key for a in answers] == [b"1", b"2"]
     assert all(a.error is not None and "no such file" in a.error.message for a in answers)
+
+
+def next_answers(grammars: Grammars, count: int) -> list[GrammarLoaded]:
+    answers: list[GrammarLoaded] = []
+    while len(answers) < count:
+        assert select.select([grammars], [], [], 60.0)[0]
+        answers += grammars.finished()
+    return answers
+
+
+def test_a_process_of_low_priority_loads_all_the_same(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody but root can make a thread less nice than it is."""
+    asked: list[int] = []
+
+    def refuse(which: int, who: int, priority: int) -> None:
+        asked.append(priority)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 15)
+    monkeypatch.setattr(os, "setpriority", refuse)
+    grammars = Grammars(lambda: engine)
+    grammars.load(LoadGrammar(b"1", ANSWER))
+    assert next_answers(grammars, 1) == [GrammarLoaded(b"1")]
+    assert asked == [15]
+
+
+def test_what_was_dropped_is_not_compiled_or_not_kept() -> None:
+    begun, go = threading.Event(), threading.Event()
+    compiled: list[str] = []
+
+    class Slow:
+        mask_words = 1
+
+        def compile(self, text: str) -> str:
+            compiled.append(text)
+            begun.set()
+            assert go.wait(60.0)
+            return text
+
+    make: Any = Slow
+    grammars = Grammars(make)
+    for text in "abcd":
+        grammars.load(LoadGrammar(text.encode(), text))
+    assert begun.wait(60.0)
+    grammars.drop([b"a", b"b"])
+    go.set()
+    assert next_answers(grammars, 2) == [GrammarLoaded(b"c"), GrammarLoaded(b"d")]
+    assert compiled == ["a", "c", "d"]
+    assert grammars.get(b"a") is None

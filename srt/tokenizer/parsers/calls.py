@@ -9,7 +9,14 @@ from collections.abc import Collection
 from sapwood.srt.messages import CallDelta
 from sapwood.srt.tokenizer.partial_json import JsonScanner
 
+MAX_CALL_CHARS = 65_536
+"""Of what may be a call, until it is one: so long it is held."""
+MAX_NAME_CHARS = 64
+MAX_DEPTH = 512
+"""Of a call's arguments: others, and programs, read them with recursion."""
 _ARGUMENTS = ("arguments", "parameters")
+_BEFORE = ("id", "type")
+"""What else may come before a call has begun: other members are those of other objects."""
 
 
 class Calls:
@@ -54,17 +61,19 @@ class Calls:
 
 
 class CallReader:
-    """Reads `{"name": ..., "arguments": {...}}` (or `parameters`) in pieces. Other members are skipped.
+    """Reads `{"name": ..., "arguments": {...}}` (or `parameters`) in pieces.
 
     It has `begun` when the name, one of `names`, is known and the arguments' object has begun; from then on
-    `take` gives their text, as it was written. A call without arguments has "{}".
+    `take` gives their text, as it was written. A call without arguments has "{}". Other members are skipped;
+    before it has begun only `id` and `type` may be there.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self.name = ""
         self.failed = False
         self._names = names
-        self._scanner = JsonScanner()
+        self._scanner = JsonScanner(MAX_DEPTH)
+        self._chars = 0
         self._written_name = ""
         self._key = ""
         """Of the arguments: what they are called here."""
@@ -91,7 +100,9 @@ class CallReader:
                 self._read(key, text[at:end])
                 if after is None:
                     self._close(key)
+            self._chars += end - at
             at = end
+            self.failed = self.failed or (self._chars > MAX_CALL_CHARS and not self.begun)
         if scanner.complete and not self._key and not self.failed:
             self._key, self._new = _ARGUMENTS[0], ["{}"]
         self.failed = self.failed or scanner.broken or (scanner.complete and not self.name)
@@ -114,6 +125,11 @@ class CallReader:
                 self._new.append(piece)
         elif key == "name":
             self._written_name += piece
+            # Any escape has six characters at most.
+            short = len(self._written_name) <= 6 * MAX_NAME_CHARS + 2
+            self.failed = not short or not self._written_name.startswith('"')
+        elif key not in _BEFORE and not self.begun:
+            self.failed = True
 
     def _close(self, key: str) -> None:
         """The value of a member has ended."""
@@ -130,7 +146,7 @@ class ArgumentsReader:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._scanner = JsonScanner()
+        self._scanner = JsonScanner(MAX_DEPTH)
         self._new: list[str] = []
 
     @property

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 from sapwood.srt.tokenizer.parsers.calls import ArgumentsReader, CallReader, Calls, held
 
+MAX_HEAD = 1024
+"""Characters from an opening to what must be a call's object: white space, mostly."""
 _WHITE = " \t\n\r"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -39,8 +41,9 @@ State = Literal["start", "seek", "lead", "call", "tail", "plain"]
 class JsonCalls:
     """Takes the calls of tools called `names` out of a text in pieces; what is no call flows on.
 
-    Text that looks like the beginning of a call is held until that is known. White space next to a call is
-    not content. A call that breaks after its arguments have begun stays incomplete, and the rest is content.
+    Text that looks like the beginning of a call is held until that is known, or it is too long for one. White
+    space next to a call is not content. A call that breaks after its arguments have begun stays incomplete,
+    and the rest is content.
     """
 
     def __init__(self, marks: Marks, names: Collection[str], calls: Calls) -> None:
@@ -49,9 +52,11 @@ class JsonCalls:
         self._calls = calls
         self._state: State = "start" if marks.first else "seek"
         self._rest = ""
-        self._white = ""
-        self._raw = ""
-        """Since the opening of what may be a call."""
+        self._white: list[str] = []
+        """At the end of what is shown."""
+        self._raw: list[str] = []
+        """Since the opening of what may be a call: so many characters."""
+        self._held = 0
         self._reader: CallReader | ArgumentsReader = CallReader(names)
         self._shown: list[str] = []
         self._steps: dict[State, Callable[[], bool]] = {
@@ -68,13 +73,14 @@ class JsonCalls:
 
     def finish(self) -> str:
         """The content that was held, at the end of the text."""
-        only_between = self._raw.strip(_WHITE) == self._marks.between
+        raw = self._take_raw()
+        only_between = raw.strip(_WHITE) == self._marks.between
         if self._state in ("lead", "call") and not self._calls.open and not only_between:
-            self._show(self._raw)
+            self._show(raw)
         if self._state in ("start", "seek", "lead", "plain"):
             self._show(self._rest)
         if not self._calls.any:
-            self._shown.append(self._white)
+            self._shown += self._white
         return self._take()
 
     def _take(self) -> str:
@@ -84,15 +90,24 @@ class JsonCalls:
 
     def _show(self, text: str) -> None:
         """Content; white space at its end is held, as a call may follow."""
-        text = self._white + text
         stripped = text.rstrip(_WHITE)
-        self._white = text[len(stripped) :]
-        self._shown.append(stripped)
+        if stripped:
+            self._shown += [*self._white, stripped]
+            self._white.clear()
+        if white := text[len(stripped) :]:
+            self._white.append(white)
 
     def _eat(self, count: int) -> None:
         """So much of the rest belongs to what may be a call."""
-        self._raw += self._rest[:count]
+        self._raw.append(self._rest[:count])
+        self._held += count
         self._rest = self._rest[count:]
+
+    def _take_raw(self) -> str:
+        raw = "".join(self._raw)
+        self._raw.clear()
+        self._held = 0
+        return raw
 
     def _eat_white(self) -> bool:
         """Eat white space; whether something stands behind it."""
@@ -107,7 +122,7 @@ class JsonCalls:
 
     def _start(self) -> bool:
         stripped = self._rest.lstrip(_WHITE)
-        self._white += self._rest[: len(self._rest) - len(stripped)]
+        self._white.append(self._rest[: len(self._rest) - len(stripped)])
         self._rest = stripped
         opened = self._begins(self._marks.opening)
         if not stripped or opened is None:
@@ -126,18 +141,22 @@ class JsonCalls:
             self._rest = self._rest[len(self._rest) - keep :]
             return False
         self._show(self._rest[:found])
-        self._rest, self._raw = self._rest[found:], ""
+        self._rest = self._rest[found:]
+        self._take_raw()
         self._eat(len(opening))
         self._state = "lead"
         return True
 
     def _lead(self) -> bool:
-        if not self._eat_white():
+        more = self._eat_white()
+        if self._held > MAX_HEAD:
+            return self._fail()
+        if not more:
             return False
         if self._marks.arguments:
             return self._name()
         lead = self._marks.lead
-        if lead and self._raw.rstrip(_WHITE) == self._marks.opening:
+        if lead and "".join(self._raw).rstrip(_WHITE) == self._marks.opening:
             if self._rest[0] != lead:
                 return self._fail()
             self._eat(1)
@@ -155,6 +174,8 @@ class JsonCalls:
         if mark.startswith(behind) and behind != mark:
             return False
         arguments = behind[len(mark) :].lstrip(_WHITE) if behind.startswith(mark) else "-"
+        if len(self._rest) - len(arguments) > MAX_HEAD:
+            return self._fail()
         if not arguments:
             return False
         if name not in self._names or arguments[0] != "{":
@@ -172,7 +193,8 @@ class JsonCalls:
             self._eat(count)
         if reader.begun and not calls.open:
             calls.begin(reader.name)
-            self._raw = self._white = ""
+            self._take_raw()
+            self._white.clear()
         if calls.open:
             calls.add(reader.take())
         if reader.failed:
@@ -198,9 +220,10 @@ class JsonCalls:
         closed = self._begins(marks.closing) if marks.closing else False
         if closed is None:
             return False
+        raw = self._take_raw()
         if closed:
-            self._rest, self._raw = self._rest[len(marks.closing) :], ""
-        self._white, self._raw, self._state = "" if closed else self._raw, "", self._after
+            self._rest = self._rest[len(marks.closing) :]
+        self._white, self._state = [] if closed else [raw], self._after
         return True
 
     def _plain(self) -> bool:
@@ -215,7 +238,7 @@ class JsonCalls:
 
     def _fail(self) -> bool:
         """It was no call: its first mark is content, and what follows is looked at again."""
-        raw, self._raw, self._state = self._raw + self._rest, "", self._after
+        raw, self._state = self._take_raw() + self._rest, self._after
         opening = self._marks.opening
         mark = len(opening) if raw.startswith(opening) else 0
         self._show(raw[:mark])

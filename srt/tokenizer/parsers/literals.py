@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -151,4 +152,7 @@ class _Reader:
 def _number(text: str) -> int | float:
     if len(text) > 400:
         raise NotLiteral("a number is too long")
-    return float(text) if set(text) & set(".eE") else int(text)
+    value = float(text) if set(text) & set(".eE") else int(text)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NotLiteral("a number is too large")
+    return value

@@ -7,11 +7,9 @@ import re
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from sapwood.srt.tokenizer.parsers.calls import Calls
+from sapwood.srt.tokenizer.parsers.calls import MAX_CALL_CHARS, MAX_NAME_CHARS, Calls
 from sapwood.srt.tokenizer.parsers.literals import NotLiteral, keywords
 
-MAX_NAME_CHARS = 64
-MAX_CALL_CHARS = 65_536
 _WHITE = " \t\n\r"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _ENDS = re.compile(r"[\"'\\()\[\]{}]")
