@@ -12,9 +12,8 @@ from sapwood.srt.grammar.parts import Parts
 from sapwood.srt.messages import Grammar
 from sapwood.srt.params import Constraint
 
-
 FIRST_MASK_SECONDS = 0.1
-"""Of CPU time. Ordinary ones take 0.3 ms. In the worker all rows wait for a mask, and later ones are like it."""
+"""Of CPU time; ordinary ones take 0.3 ms. In the worker all rows wait for it, and later ones are like it."""
 
 
 def compile_constraint(constraint: Constraint, engine: Engine) -> Grammar:
