@@ -114,10 +114,6 @@ def python_script(name: str) -> Callable[[Setup], tuple[str, str]]:
     return check
 
 
-def instructor(_setup: Setup) -> tuple[str, str]:
-    return "", "skipped: JSON mode waits for structured output"
-
-
 def lmeval(setup: Setup) -> tuple[str, str]:
     """Scores by loglikelihood (echo and logprobs) twice, the second time cached: every number must agree."""
     if setup.gsm8k is None:
@@ -250,7 +246,7 @@ CHECKS: dict[str, Callable[[Setup], tuple[str, str]]] = {
     "openai": python_script("openai"),
     "litellm": python_script("litellm"),
     "langchain": python_script("langchain"),
-    "instructor": instructor,
+    "instructor": python_script("instructor"),
     "lmeval": lmeval,
     "guidellm": guidellm,
     "aiperf": aiperf,
