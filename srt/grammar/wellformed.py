@@ -17,7 +17,7 @@ _WANTED: dict[Value, str] = {
     "list": "a list that is not empty",
     "names": "a list of strings",
     "number": "a number",
-    "count": "a whole number from 0 on",
+    "count": "a whole number from 0 to 2147483647",
     "flag": "true or false",
     "text": "a string",
 }

@@ -54,7 +54,7 @@ def refusal(schema: Any) -> str:
         (None, "got null"),
         ({"type": "string", "minLength": 5, "maxLength": 1}, "admits no value (see /minLength)"),
         ({"minimum": "1"}, 'at /minimum: minimum must be a number, got "1"'),
-        ({"minLength": -1}, "at /minLength: minLength must be a whole number from 0 on, got -1"),
+        ({"minLength": -1}, "at /minLength: minLength must be a whole number from 0 to 2147483647, got -1"),
         ({"required": "a"}, "at /required"),
         ({"oneOf": []}, "at /oneOf: oneOf must be a list that is not empty, got []"),
         ({"anyOf": [{}, 5]}, "at /anyOf"),
