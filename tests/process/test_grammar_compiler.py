@@ -297,7 +297,7 @@ def test_a_fork_is_of_low_priority_after_a_while(begin: Callable[..., Bench]) ->
 
 
 def test_what_is_quick_waits_for_nothing_slow(begin: Callable[..., Bench]) -> None:
-    bench = begin(wall_seconds=60.0, cpu_seconds=0.4)
+    bench = begin(wall_seconds=60.0, cpu_seconds=1.5)
     bench.works()
     for number in range(4):
         bench.compiler.put(number, bad("endless"))
@@ -310,7 +310,7 @@ def test_what_is_quick_waits_for_nothing_slow(begin: Callable[..., Bench]) -> No
 
 def test_only_so_many_slow_ones_wait(begin: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_SLOW", 1)
-    bench = begin(wall_seconds=60.0, cpu_seconds=0.4)
+    bench = begin(wall_seconds=60.0, cpu_seconds=1.5)
     bench.works()
     for number in range(5):
         bench.compiler.put(number, bad("endless"))
