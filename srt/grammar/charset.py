@@ -54,13 +54,18 @@ _LONG_NAMES = {
 
 def union(pairs: Iterable[tuple[int, int]]) -> Ranges:
     """Any ranges, in any order, as one set."""
+    return _without_surrogates(merged(pairs))
+
+
+def merged(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Any ranges of numbers, in any order, as the fewest ones."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(pairs):
         if found and low <= found[-1][1] + 1:
             found[-1] = (found[-1][0], max(high, found[-1][1]))
         else:
             found.append((low, high))
-    return _without_surrogates(found)
+    return found
 
 
 def _without_surrogates(pairs: list[tuple[int, int]]) -> Ranges:

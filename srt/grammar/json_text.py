@@ -93,21 +93,10 @@ def _pairs(ranges: Ranges) -> str:
             ways.setdefault(((0, 0x3FF),), []).append(whole)
     parts = []
     for lows, highs in ways.items():
-        high_digits = _digits(_merged([(0xD800 + a, 0xD800 + b) for a, b in highs]), 4)
+        high_digits = _digits(tuple(charset.merged((0xD800 + a, 0xD800 + b) for a, b in highs)), 4)
         low_digits = _digits(tuple((0xDC00 + a, 0xDC00 + b) for a, b in lows), 4)
         parts.append(rf"\\u{high_digits}\\u{low_digits}")
     return parts[0] if len(parts) == 1 else "(?:" + "|".join(parts) + ")"
-
-
-def _merged(pairs: list[tuple[int, int]]) -> Ranges:
-    # Not charset.union: these are halves of characters, which no set of characters has.
-    found: list[tuple[int, int]] = []
-    for low, high in sorted(pairs):
-        if found and low <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(high, found[-1][1]))
-        else:
-            found.append((low, high))
-    return tuple(found)
 
 
 PRELUDE = f"""CHAR: /{chars(charset.ALL)}/
