@@ -139,10 +139,6 @@ class Matcher:
         """Go on by those of the ids that are allowed, up to the first that is not; how many they were."""
         return int(self._matcher.try_consume_tokens(ids))
 
-    def rollback(self, count: int) -> None:
-        """Go back by so many ids."""
-        self._matcher.rollback(count)
-
     def forced(self) -> list[int]:
         """The tokens that must come next: the canonical ones of what the grammar leaves no choice of."""
         ids: list[int] = self._matcher.compute_ff_tokens()
