@@ -21,6 +21,9 @@ from sapwood.srt.tokenizer.render_child import Job, Result, Setup
 CPU_SECONDS = 2.0
 WALL_SECONDS = 20.0
 """Much more than the CPU time, which is what counts: the machine may be busy."""
+GRACE_SECONDS = 0.1
+"""What is not wanted any more may still go on for so long: nearly all of it is through by then, and another
+process takes a tenth of a second of a core to start, for which others would pay."""
 PURPOSE = "the chat template"
 
 
@@ -75,11 +78,19 @@ class IsolatedTemplate:
         return result.text.decode("utf-8", "surrogatepass")
 
     def stop(self, owner: object) -> None:
-        """Break off what renders for this very owner now, if anything does: it raises BadRequest."""
+        """Break off what renders for this very owner now, unless it is through in a moment: it raises
+        BadRequest."""
         with self._lock:
-            for process, its in self._busy.items():
-                if its is owner:
-                    process.break_off()
+            theirs = [process for process, its in self._busy.items() if its is owner]
+        for process in theirs:
+            timer = threading.Timer(GRACE_SECONDS, self._break_off, (process, owner))
+            timer.daemon = True
+            timer.start()
+
+    def _break_off(self, process: _Process, owner: object) -> None:
+        with self._lock:
+            if self._busy.get(process) is owner:
+                process.break_off()
 
     def close(self) -> None:
         """End the processes; what renders now raises BadRequest."""

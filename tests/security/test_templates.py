@@ -386,12 +386,37 @@ def test_a_process_that_was_broken_off_renders_no_more() -> None:
     def late(frame: bytes) -> Any:
         result = plain(frame)
         isolated.stop(owner)
+        while not process.broken_off:
+            time.sleep(0.001)
         return result
 
     process.render = late  # type: ignore[method-assign]
     assert isolated.render(CHAT, owner=owner) == "ok"
     assert not isolated._idle
     assert isolated.render(CHAT) == "ok"
+    isolated.close()
+
+
+def test_a_rendering_that_nobody_waits_for_and_that_is_quick_costs_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another one takes a tenth of a second to start: a client that leaves at once, or posts what is refused,
+    would have others pay for it."""
+    monkeypatch.setattr(isolation, "GRACE_SECONDS", 0.05)
+    isolated = IsolatedTemplate("ok", {})
+    process, owner = isolated._idle[0], object()
+    plain = process.render
+
+    def left(frame: bytes) -> Any:
+        isolated.stop(owner)
+        return plain(frame)
+
+    process.render = left  # type: ignore[method-assign]
+    assert isolated.render(CHAT, owner=owner) == "ok"
+    assert isolated._idle == [process]
+    time.sleep(0.1)
+    assert process.alive
+    assert not process.broken_off
     isolated.close()
 
 
