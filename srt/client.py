@@ -30,23 +30,21 @@ from sapwood.srt.messages import (
     ASK_SECONDS,
     Abort,
     Answer,
+    AnyPrompt,
     Ask,
-    ChatPrompt,
     Chunk,
     Ended,
     Generate,
     GrammarStats,
-    IdsPrompt,
     Read,
     Started,
     Stats,
-    TextPrompt,
 )
 from sapwood.srt.params import Constraint, Parsing, SamplingParams, Scheduling, checked_constraints
 
 logger = logging.getLogger("sapwood.client")
 
-Prompt = TextPrompt | IdsPrompt | ChatPrompt
+Prompt = AnyPrompt
 Event = Started | Read | Chunk | Ended
 Question = Literal["flush", "state", "check", "tree", "explain", "tokenize", "detokenize"]
 

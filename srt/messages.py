@@ -66,6 +66,39 @@ class ChatPrompt(Message):
     tools: list[dict[str, Any]] | None = None
 
 
+class TextPart(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Text, in which a special token's string is text too, unless it is `special`."""
+
+    text: str
+    special: bool = False
+
+
+class IdsPart(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    ids: Ids
+
+
+class Spoken(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """A message of a chat. An `open` one, the last part of all, is what the model goes on with."""
+
+    role: str
+    content: list[TextPart | IdsPart]
+    open: bool = False
+
+
+class PartsPrompt(Message):
+    """Text, token ids and messages, in order (see parts.py).
+
+    Each part has tokens of its own, whatever comes after it: the ids of a prompt that goes on where another
+    one and its output ended begin with theirs.
+    """
+
+    parts: list[TextPart | IdsPart | Spoken]
+    template_kwargs: dict[str, Any] = {}
+
+
+AnyPrompt = TextPrompt | IdsPrompt | ChatPrompt | PartsPrompt
+
+
 class Generate(Message):
     """One prompt with its n choices. The answer: Started, Chunks, and exactly one Ended.
 
@@ -76,7 +109,7 @@ class Generate(Message):
     """
 
     rid: str
-    prompt: TextPrompt | IdsPrompt | ChatPrompt
+    prompt: AnyPrompt
     params: SamplingParams
     namespace: str = ""
     arrived: float = 0.0
@@ -99,13 +132,14 @@ class Ask(Message):
 
     The tokenizer answers "tokenize" (of `prompt`) and "detokenize" (of `prompt.ids`) itself, passes the rest
     on, and puts text beside the ids of what comes back. "explain" asks what `prompt` (ids, for the scheduler)
-    would find in `namespace` now; "tree" for a snapshot. `options` are the route's own.
+    would find in `namespace` now; "tree" for a snapshot; "program" for what the requests of one have used.
+    `options` are the route's own.
     """
 
     call: int
-    what: Literal["flush", "state", "check", "tree", "explain", "tokenize", "detokenize", "cancel"]
+    what: Literal["flush", "state", "check", "tree", "explain", "tokenize", "detokenize", "program", "cancel"]
     tokenizer: int = 0
-    prompt: TextPrompt | IdsPrompt | ChatPrompt | None = None
+    prompt: AnyPrompt | None = None
     namespace: str = ""
     options: dict[str, Any] = {}
 
@@ -145,7 +179,8 @@ class Started(Message):
 
     `queued` is seconds from arrival to admission, `saved` the seconds of prefill that the cache saved.
     `first` is the prompt's first token, which has no Read, as text and bytes, if its logprobs are asked for.
-    `warnings` tell what of a lenient constraint is not enforced.
+    `warnings` tell what of a lenient constraint is not enforced. `rewritten` are the messages of a
+    PartsPrompt, by their number among its messages, at which the chat template changed what came before.
     """
 
     rid: str
@@ -155,6 +190,7 @@ class Started(Message):
     saved: float = 0.0
     first: tuple[str, bytes] = ("", b"")
     warnings: list[str] = []
+    rewritten: list[int] = []
 
 
 class Read(Message):
@@ -204,6 +240,14 @@ class Incomplete(msgspec.Struct, array_like=True, frozen=True):
     inside: str
 
 
+class Kept(msgspec.Struct, array_like=True, frozen=True):
+    """Of an output that a stop string has cut: its first `tokens` are the text before it, but for its last
+    characters, `rest`, which are a part of the next token."""
+
+    tokens: int
+    rest: str
+
+
 class Finish(msgspec.Struct, array_like=True, frozen=True):
     """Why a choice ended: EOS or a stop ("stop", with what matched), complete tool calls, a limit ("length"),
     or "abort". Of its tokens `drafted` had been proposed, and `accepted` of these were drawn."""
@@ -214,6 +258,7 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     incomplete: Incomplete | None = None
     drafted: int = 0
     accepted: int = 0
+    kept: Kept | None = None
 
 
 class Ended(Message):

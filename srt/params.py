@@ -25,7 +25,8 @@ class Scheduling(msgspec.Struct, frozen=True, array_like=True):
 
     `tenant` is whose it is, for fairness; a higher `priority` goes first. What it has put into the cache is
     kept there for `keep` seconds after its end, if there is room for that. It may wait for `queue_timeout`
-    seconds. `unsalted` is the namespace that it would have without its cache_salt.
+    seconds. `unsalted` is the namespace that it would have without its cache_salt. `program` is the program
+    that it belongs to: what that uses is kept while it lives, and counted.
     """
 
     tenant: str = ""
@@ -33,6 +34,7 @@ class Scheduling(msgspec.Struct, frozen=True, array_like=True):
     keep: float = 0.0
     queue_timeout: float | None = None
     unsalted: str = ""
+    program: str = ""
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
@@ -114,6 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     stop: list[str] = []
+    stop_regex: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True

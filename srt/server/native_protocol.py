@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -41,9 +42,26 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     sampling_seed: int | None = None
 
 
+class Segment(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A message of a chat, or `special`, text whose special tokens are meant as such.
+
+    A message has a `role`, and one of `text` and `content`, which is text, or a list of texts and lists of
+    token ids. An `open` one must be the last part of all: the model goes on with it.
+    """
+
+    special: str | None = None
+    role: str | None = None
+    text: str | None = None
+    content: str | list[str | list[int]] | None = None
+    open: bool = False
+
+
 @refused.fields(refused.NATIVE)
 class GenerateRequest(PlaceFields, forbid_unknown_fields=True, kw_only=True):
-    """`POST /generate`: exactly one of `text` and `input_ids`, each for one prompt or for a list of them.
+    """`POST /generate`: exactly one of `text` and `input_ids`, each for one prompt or for a list of them, and
+    `input`, one prompt in parts: texts (in which a special token's string is text), token ids, lists of them,
+    and messages. Its answer has `input_ids`, the tokens of all of it. With `score` nothing is generated: the
+    answer has the logprobs of each of these ways on.
 
     What is about logprobs may be a list too, with one entry for each prompt. `logprob_start_len` is the first
     prompt token whose logprob is told; -1: none is.
@@ -51,6 +69,9 @@ class GenerateRequest(PlaceFields, forbid_unknown_fields=True, kw_only=True):
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
+    input: list[int | str | list[int] | Segment] | None = None
+    score: list[str | list[int]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     return_logprob: bool | list[bool | None] | None = None
     top_logprobs_num: int | list[int | None] | None = None

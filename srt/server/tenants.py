@@ -25,6 +25,7 @@ class PlaceFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int | None = None
     keep: float | None = None
     queue_timeout: float | None = None
+    program: str | None = None
 
 
 class Place(NamedTuple):

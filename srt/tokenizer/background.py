@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from sapwood.srt.errors import ErrorInfo, SapwoodError
-from sapwood.srt.messages import IdsPrompt, TextPrompt
+from sapwood.srt.messages import IdsPart, IdsPrompt, PartsPrompt, Spoken, TextPart, TextPrompt
 from sapwood.srt.tokenizer.prompts import Prompt
 
 LONG_CHARS = 8192
@@ -129,7 +129,15 @@ def size_of(prompt: Prompt) -> int:
         return len(prompt.text)
     if isinstance(prompt, IdsPrompt):
         return len(prompt.ids)
+    if isinstance(prompt, PartsPrompt):
+        return sum(map(_size_of_part, prompt.parts)) + _chars(prompt.template_kwargs)
     return _chars((prompt.messages, prompt.template_kwargs, prompt.tools))
+
+
+def _size_of_part(part: TextPart | IdsPart | Spoken) -> int:
+    if isinstance(part, Spoken):
+        return len(part.role) + sum(map(_size_of_part, part.content))
+    return len(part.text) if isinstance(part, TextPart) else len(part.ids)
 
 
 def _chars(value: object) -> int:

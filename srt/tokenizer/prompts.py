@@ -8,11 +8,11 @@ from tokenizers import Tokenizer
 from sapwood.srt import messages
 from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import BadRequest
-from sapwood.srt.messages import ChatPrompt, Ids, IdsPrompt, TextPrompt
+from sapwood.srt.messages import AnyPrompt, ChatPrompt, Ids, IdsPrompt, TextPrompt
 from sapwood.srt.tokenizer.isolation import IsolatedTemplate
 from sapwood.srt.tokenizer.specials import SpecialStrings
 
-Prompt = TextPrompt | IdsPrompt | ChatPrompt
+Prompt = AnyPrompt
 
 
 class PromptEncoder:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from sapwood.srt.errors import BadRequest, ErrorInfo, Overloaded, Unavailable
-from sapwood.srt.messages import ASK_SECONDS, Answer, Ask, ChatPrompt, Ids, IdsPrompt, TextPrompt
+from sapwood.srt.messages import ASK_SECONDS, Answer, AnyPrompt, Ask, ChatPrompt, Ids, IdsPrompt
 from sapwood.srt.tokenizer.background import LONG_CHARS, Background, size_of
 from sapwood.srt.tokenizer.delivery import Sender
 from sapwood.srt.tokenizer.explained import detokenized, explained, pictured, tokenized
@@ -177,7 +177,7 @@ def _full(lane: _Lane, size: int) -> Overloaded | None:
     return None
 
 
-def _prompt_of(ask: Ask) -> TextPrompt | IdsPrompt | ChatPrompt:
+def _prompt_of(ask: Ask) -> AnyPrompt:
     if ask.prompt is None:
         raise BadRequest(f"{ask.what} needs a prompt", param="prompt")
     return ask.prompt
