@@ -26,13 +26,11 @@ from sapwood.srt.grammar.form import (
     String,
 )
 from sapwood.srt.grammar.json_text import PRELUDE
-from sapwood.srt.grammar.limits import MAX_UNIQUE
+from sapwood.srt.grammar.limits import MAX_ITEMS, MAX_UNIQUE
 from sapwood.srt.grammar.members import Member, Members
 from sapwood.srt.grammar.rules import Rules, quote, repeated
 
 MAX_PREFIX = 256
-MAX_ITEMS = 1_000_000
-"""Items of an array and characters of a string that are counted."""
 
 
 class Emitter:

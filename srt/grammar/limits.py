@@ -12,6 +12,8 @@ MAX_ENUM = 4096
 """Values in all the enums of a schema together."""
 MAX_ALTERNATIVES = 256
 """Shapes of one place in a schema."""
+MAX_ITEMS = 1_000_000
+"""Items of an array and characters of a string that are counted."""
 MAX_UNIQUE = 32
 """Values of which no two may be equal in an array."""
 MAX_STEPS = 25_000

@@ -61,11 +61,14 @@ Node = Chars | Sequence | Choice | Repeat | Anchor
 EMPTY = Sequence(())
 
 
-def parse(pattern: str) -> Node:
-    """The tree of a pattern. Raises ValueError naming the construct that is not supported and where it is."""
+def parse(pattern: str, properties: bool = True) -> Node:
+    """The tree of a pattern. Raises ValueError naming the construct that is not supported and where it is.
+
+    Without `properties`, `\\p{...}` is not: its sets are large, and take a while to make.
+    """
     if len(pattern) > MAX_CHARS:
         raise ValueError(f"a pattern has at most {MAX_CHARS} characters, this one has {len(pattern)}")
-    reader = _Reader(pattern)
+    reader = _Reader(pattern, properties)
     node = reader.choice(0)
     if reader.at < len(pattern):
         raise reader.error("an unmatched )")
@@ -128,8 +131,9 @@ _QUANTIFIERS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class _Reader:
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, properties: bool = True) -> None:
         self.pattern = pattern
+        self.properties = properties
         self.at = 0
 
     def error(self, what: str, at: int | None = None) -> ValueError:
@@ -318,6 +322,8 @@ class _Reader:
         name, closed, _ = self.pattern[self.at + 1 :].partition("}")
         if self.peek() != "{" or not closed:
             raise self.error("\\p without {...}", start)
+        if not self.properties:
+            raise self.error("a property \\p{...}", start)
         self.at += len(name) + 2
         try:
             found = charset.category(name)

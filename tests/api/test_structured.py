@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from sapwood.srt.config import make
+from sapwood.srt.grammar import limits
 from sapwood.srt.messages import Chunk, Ended, Finish, Generate, Incomplete, Message, Started, pack
 from sapwood.srt.params import MAX_CONSTRAINT_BYTES, Constraint
 from sapwood.srt.server import constraints
@@ -328,6 +329,7 @@ def test_support_is_what_the_front_pass_reads(http: httpx.Client) -> None:
     support = http.get("/structured/support").json()
     statuses = {keyword["status"] for keyword in support["json_schema"]["keywords"].values()}
     assert {"full", "limited", "refused"} <= statuses
+    assert support["json_schema"]["limits"]["items"] == limits.MAX_ITEMS
     assert support["fields"]["guided_choice"] == "choices"
     assert support["max_bytes"] == MAX_CONSTRAINT_BYTES
     assert (support["tool_call_format"], support["reasoning_format"]) == (None, None)

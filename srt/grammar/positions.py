@@ -1,0 +1,199 @@
+"""Patterns as one automaton of their characters' positions (Glushkov 1961), counted repeats written out.
+
+Its size is known before a character is read: one more character costs at most `steps`, whatever the text is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator, Sequence as Several
+from typing import NamedTuple
+
+from sapwood.srt.grammar.charset import Ranges
+from sapwood.srt.grammar.regex import Anchor, Chars, Choice, Node, Repeat, Sequence
+
+MAX_COLUMNS = 256
+"""Kinds of characters whose ways are remembered."""
+
+
+class Piece(NamedTuple):
+    """What a part of a pattern begins and ends with, as sets of positions, and whether it matches nothing.
+
+    `..._at_start`: where the text has only begun, and `^` matches nothing.
+    """
+
+    empty: bool = False
+    empty_at_start: bool = False
+    first: int = 0
+    first_at_start: int = 0
+    last: int = 0
+
+    def optional(self) -> Piece:
+        return self._replace(empty=True, empty_at_start=True)
+
+
+_NOTHING = Piece(empty=True, empty_at_start=True)
+_NEVER = Piece()
+
+
+class Column:
+    """Where one may get from a position with characters that are in the same sets."""
+
+    __slots__ = ("_follow", "_here", "_ways", "begin", "begin_at_start")
+
+    def __init__(self, positions: Positions, here: int) -> None:
+        self._follow = positions.follow
+        self._here = here
+        self._ways: dict[int, tuple[int, ...]] = {}
+        self.begin = tuple(_bits(positions.first & here))
+        self.begin_at_start = tuple(_bits(positions.first_at_start & here))
+
+    def ways(self, position: int) -> tuple[int, ...]:
+        ways = self._ways.get(position)
+        if ways is None:
+            ways = self._ways[position] = tuple(_bits(self._follow[position] & self._here))
+        return ways
+
+
+class Positions:
+    """The positions of several patterns, side by side.
+
+    `follow` has for each position the set of those that may come next, `first` is the set of those that a
+    match may begin with (`first_at_start` at the beginning of the text), `ends[p]` the number of the pattern
+    that is matched where position p is reached, or -1. Positions from which no pattern can be matched any
+    more are in none of them. `found` are the patterns that can be matched at all, `empty` those that match
+    the empty text.
+    """
+
+    def __init__(self, nodes: Several[Node]) -> None:
+        self._sets: list[Ranges] = []
+        self.follow: list[int] = []
+        pieces: list[Piece] = []
+        self.ends: list[int] = []
+        for number, node in enumerate(nodes):
+            piece = self._piece(node)
+            pieces.append(piece)
+            self.ends += [-1] * (len(self._sets) - len(self.ends))
+            for position in _bits(piece.last):
+                self.ends[position] = number
+        useful = self._useful()
+        self.follow = [follow & useful for follow in self.follow]
+        self.first = self.first_at_start = 0
+        for piece in pieces:
+            self.first |= piece.first & useful
+            self.first_at_start |= piece.first_at_start & useful
+        self.empty = [i for i, piece in enumerate(pieces) if piece.empty or piece.empty_at_start]
+        self.found = [i for i, piece in enumerate(pieces) if piece.first_at_start & useful]
+        self._members: dict[Ranges, int] = {}
+        for position, ranges in enumerate(self._sets):
+            self._members[ranges] = self._members.get(ranges, 0) | 1 << position
+        self._lows = {ranges: [low for low, _ in ranges] for ranges in self._members}
+        self._columns: dict[int, Column] = {}
+        self._column_of: dict[str, Column] = {}
+
+    @property
+    def steps(self) -> int:
+        """The most that one character may cost: all ways from one position to another, and to the first."""
+        return self.first_at_start.bit_count() + sum(follow.bit_count() for follow in self.follow)
+
+    def column(self, char: str) -> Column:
+        """The ways of a character."""
+        column = self._column_of.get(char)
+        if column is None:
+            here, point = 0, ord(char)
+            for ranges, members in self._members.items():
+                at = bisect(self._lows[ranges], point)
+                if at and point <= ranges[at - 1][1]:
+                    here |= members
+            if len(self._column_of) >= MAX_COLUMNS:
+                self._column_of.clear()
+                self._columns.clear()
+            column = self._column_of[char] = self._columns.setdefault(here, Column(self, here))
+        return column
+
+    def _useful(self) -> int:
+        """The positions from which a pattern can still be matched."""
+        useful = sum(1 << position for position, number in enumerate(self.ends) if number >= 0)
+        before = -1
+        while useful != before:
+            before = useful
+            for position in range(len(self.follow) - 1, -1, -1):
+                if self.follow[position] & useful:
+                    useful |= 1 << position
+        return useful
+
+    def _piece(self, node: Node) -> Piece:
+        if isinstance(node, Chars):
+            return self._char(node.ranges)
+        if isinstance(node, Anchor):
+            assert not node.end, "the end of a text is not known while it comes"
+            return Piece(empty_at_start=True)
+        if isinstance(node, Repeat):
+            return self._repeat(node.node, node.low, node.high)
+        if isinstance(node, Choice):
+            pieces = [self._piece(option) for option in node.options]
+            return Piece(
+                any(piece.empty for piece in pieces),
+                any(piece.empty_at_start for piece in pieces),
+                _union(piece.first for piece in pieces),
+                _union(piece.first_at_start for piece in pieces),
+                _union(piece.last for piece in pieces),
+            )
+        piece = _NOTHING
+        for part in node.parts:
+            piece = self._then(piece, self._piece(part))
+        return piece
+
+    def _char(self, ranges: Ranges) -> Piece:
+        if not ranges:
+            return _NEVER
+        self._sets.append(ranges)
+        self.follow.append(0)
+        position = 1 << (len(self._sets) - 1)
+        return Piece(False, False, position, position, position)
+
+    def _then(self, piece: Piece, rest: Piece) -> Piece:
+        self._link(piece.last, rest.first)
+        return Piece(
+            piece.empty and rest.empty,
+            piece.empty_at_start and rest.empty_at_start,
+            piece.first | (rest.first if piece.empty else 0),
+            piece.first_at_start | (rest.first_at_start if piece.empty_at_start else 0),
+            rest.last | (piece.last if rest.empty else 0),
+        )
+
+    def _link(self, before: int, after: int) -> None:
+        if after:
+            for position in _bits(before):
+                self.follow[position] |= after
+
+    def _repeat(self, node: Node, low: int, high: int | None) -> Piece:
+        if high == 0:
+            return _NOTHING
+        piece = _NOTHING
+        for _ in range(low - (high is None)):
+            piece = self._then(piece, self._piece(node))
+        if high is None:
+            again = self._piece(node)
+            self._link(again.last, again.first)
+            return self._then(piece, again if low else again.optional())
+        # (x(x(x)?)?)? has one way on from each x, where x?x?x? has many; that one x is empty changes nothing.
+        tail = _NOTHING
+        for _ in range(high - low):
+            one = self._piece(node)._replace(empty=False, empty_at_start=False)
+            tail = self._then(one, tail).optional()
+        return self._then(piece, tail)
+
+
+def _union(sets: Iterator[int]) -> int:
+    found = 0
+    for one in sets:
+        found |= one
+    return found
+
+
+def _bits(positions: int) -> Iterator[int]:
+    while positions:
+        lowest = positions & -positions
+        yield lowest.bit_length() - 1
+        positions ^= lowest
