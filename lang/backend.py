@@ -118,11 +118,21 @@ class Output(msgspec.Struct, kw_only=True):
     meta: dict[str, Any]
 
 
+class Scored(msgspec.Struct, kw_only=True):
+    """A choice's tokens and their natural-log probabilities; `unconditional`: those after nothing."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    unconditional: tuple[float, ...] = ()
+
+
 class Answer(msgspec.Struct, kw_only=True):
-    """What a call gave. `input_ids` are the tokens of its segments, if the backend tells them; `rewritten`
-    the messages at which the chat template changed what came before them."""
+    """What a call gave: `outputs`, or for a Score each choice `scored`. `input_ids` are the tokens of its
+    segments, if the backend tells them; `rewritten` the messages at which the chat template changed what
+    came before them."""
 
     outputs: list[Output] = []
+    scored: list[Scored] = []
     input_ids: tuple[int, ...] | None = None
     rewritten: tuple[int, ...] = ()
 
@@ -135,14 +145,6 @@ class Piece(msgspec.Struct, kw_only=True):
     output: Output | None = None
     input_ids: tuple[int, ...] | None = None
     rewritten: tuple[int, ...] = ()
-
-
-class Scored(msgspec.Struct, kw_only=True):
-    """A choice's tokens and their natural-log probabilities; `unconditional`: those after nothing."""
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    unconditional: tuple[float, ...] = ()
 
 
 class Backend(Protocol):
@@ -158,8 +160,8 @@ class Backend(Protocol):
     def stream(self, call: Generate) -> AsyncIterator[Piece]:
         """The outputs as they come."""
 
-    async def score(self, call: Score) -> list[Scored]:
-        """One for each choice, in order."""
+    async def score(self, call: Score) -> Answer:
+        """Without outputs; one Scored for each choice, in order."""
 
     async def fill(self, call: Fill) -> Answer:
         """Without outputs; the ids, if it tells them."""

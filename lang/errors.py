@@ -4,11 +4,24 @@ from __future__ import annotations
 
 
 class LangError(Exception):
-    """A program cannot be run as it is written, or could not be run to its end."""
+    """A program cannot be run as it is written, or could not be run to its end.
+
+    >>> import sapwood as sgl
+    >>> sgl.function(lambda s: s.__iadd__(sgl.user_end())).run(backend=sgl.Echo())
+    Traceback (most recent call last):
+    ...
+    sapwood.lang.errors.LangError: a user message ends, but no message is open
+    """
 
 
 class Unsupported(LangError, NotImplementedError):
-    """The backend cannot do what a program asks; `field` is what. Nothing was sent."""
+    """The backend cannot do what a program asks; `field` is what. Nothing was sent.
+
+    >>> raise Unsupported("images are not supported", "image")
+    Traceback (most recent call last):
+    ...
+    sapwood.lang.errors.Unsupported: images are not supported
+    """
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -16,7 +29,11 @@ class Unsupported(LangError, NotImplementedError):
 
 
 class RequestFailed(LangError):
-    """The server answered with an error, or not at all (`status` 0)."""
+    """The server answered with an error, or not at all (`status` 0).
+
+    >>> RequestFailed("the server is draining", 503, "unavailable").status
+    503
+    """
 
     def __init__(self, message: str, status: int = 0, code: str = "", param: str | None = None) -> None:
         super().__init__(message)

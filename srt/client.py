@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from sapwood.srt.channel import AsyncInbox, Outbox
@@ -46,7 +46,7 @@ logger = logging.getLogger("sapwood.client")
 
 Prompt = AnyPrompt
 Event = Started | Read | Chunk | Ended
-Question = Literal["flush", "state", "check", "tree", "explain", "tokenize", "detokenize"]
+Question = Literal["flush", "state", "check", "tree", "explain", "tokenize", "detokenize", "program"]
 
 _EVENTS = (Chunk, Started, Read, Ended)
 MOST_FRAMES = 8
@@ -179,6 +179,7 @@ class Client:
         self._numbers = itertools.count(1)
         self._turns = itertools.cycle(range(config.tokenizer_workers))
         self._unsent: deque[tuple[int, Abort]] = deque()
+        self._unfinished = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -236,8 +237,7 @@ class Client:
         `streamed`, Chunks may be few and large. Raises BadRequest if a constraint is too long, Conflict if a
         live request has that name, Overloaded if a tokenizer's queue is full, Unavailable after `fail_all`.
         """
-        names: list[str | None]
-        names = [rid] * len(items) if rid is None or isinstance(rid, str) else list(rid)
+        names: list[str | None] = [rid] * len(items) if rid is None or isinstance(rid, str) else list(rid)
         assert len(names) == len(items), "one name for each request"
         constraints = checked_constraints(constraint, len(items))
         if self.failure is not None:
@@ -335,8 +335,19 @@ class Client:
             if not future.done():
                 future.set_exception(from_info(error))
 
+    @contextlib.contextmanager
+    def unfinished(self) -> Iterator[None]:
+        """Within it the client is not idle, though no stream may be live: more is to come."""
+        self._unfinished += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._unfinished -= 1
+            self._see_idle()
+
     async def idle(self, timeout: float) -> bool:
-        """Wait until no stream is live; False if some still are after `timeout` seconds."""
+        """Wait until nothing is live or unfinished; False if something still is after `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
         return self._idle.is_set()
@@ -361,12 +372,15 @@ class Client:
         namesakes.remove(stream)
         if not namesakes:
             del self._names[stream.name]
-        if not self._streams:
-            self._idle.set()
+        self._see_idle()
         ended = Ended(stream.rid, error)
         stream.end(ended)
         if self._observer is not None:
             self._observer.on_ended(ended, stream.arrived)
+
+    def _see_idle(self) -> None:
+        if not self._streams and not self._unfinished:
+            self._idle.set()
 
     def _walked_away(self, rid: str) -> None:
         stream = self._streams[rid]

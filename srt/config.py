@@ -183,6 +183,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             86400,
         ),
     ] = None
+    program_timeout: Annotated[
+        float,
+        Flag(
+            "seconds without a request after which a program (field `program`) ends, and what is kept for it "
+            "may go",
+            0.001,
+            86400,
+        ),
+    ] = 60.0
     radix_eviction_policy: Annotated[
         Literal["lru", "lfu", "slru", "priority"],
         Flag(

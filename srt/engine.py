@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypedDict, Unpack
 
 import msgspec
 
-from sapwood.srt import config, offline_requests, offline_work, requirements
+from sapwood.srt import config, offline_door, offline_requests, offline_work, requirements
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.flags.keywords import translate
 from sapwood.srt.loader import sources
@@ -36,13 +36,14 @@ class Placing(TypedDict, total=False):
     Those with different `cache_salt` share no cached prefix. A higher `priority` goes first, with
     `schedule_policy="priority"`. What a request has put into the cache is kept for `keep` seconds after its
     end, if there is room for that. One that still waits after `queue_timeout` seconds raises
-    DeadlineExceeded.
+    DeadlineExceeded. Requests of one `program` share what is kept for it until it ends.
     """
 
     cache_salt: str | None
     priority: int | None
     keep: float | None
     queue_timeout: float | None
+    program: str | None
 
 
 class Fields(Placing, total=False):
@@ -59,6 +60,14 @@ class Fields(Placing, total=False):
     top_logprobs_num: int | list[int]
     token_ids_logprob: list[int] | list[list[int]] | None
     rid: str | list[str] | None
+    timeout: float | None
+
+
+class ScoreFields(Placing, total=False):
+    """Fields of `/generate` that go with choices. With `return_text_in_logprobs` each token's text comes."""
+
+    return_text_in_logprobs: bool
+    rid: str | None
     timeout: float | None
 
 
@@ -97,18 +106,22 @@ class Engine:
         sampling_params: Sampling | list[Sampling] = None,
         input_ids: list[int] | list[list[int]] | None = None,
         *,
+        input: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         stream: bool = False,
         progress: bool = True,
         **fields: Unpack[Fields],
     ) -> Any:
-        """Go on with `prompt` or `input_ids`: one of them, which may be a list.
+        """Go on with `prompt` or `input_ids`, which may be a list, or with `input`, one prompt in parts, as
+        `/generate` has it: texts, token ids, lists of them, and messages.
 
         Returns an answer, or a list of them for a list of prompts or n > 1 (prompt by prompt, choice by
         choice). With `stream` an iterator of answers, each with all of its choice so far, but output logprobs
         only of what is new in it. A list runs side by side, with a progress bar (`progress`) on a terminal.
         Raises BadRequest naming the field.
         """
-        call = self._generate_call(prompt, input_ids, sampling_params, stream, fields)
+        prompts = (prompt, input_ids, input, chat_template_kwargs)
+        call = self._generate_call(prompts, sampling_params, stream, fields)
         return self._iterate(call) if stream else self._wait(call, progress)
 
     async def async_generate(
@@ -117,11 +130,14 @@ class Engine:
         sampling_params: Sampling | list[Sampling] = None,
         input_ids: list[int] | list[list[int]] | None = None,
         *,
+        input: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         stream: bool = False,
         **fields: Unpack[Fields],
     ) -> Any:
         """`generate` for a running asyncio loop; with `stream` the result is an asynchronous iterator."""
-        call = self._generate_call(prompt, input_ids, sampling_params, stream, fields)
+        prompts = (prompt, input_ids, input, chat_template_kwargs)
+        call = self._generate_call(prompts, sampling_params, stream, fields)
         return self._async_iterate(call) if stream else await self._async_wait(call)
 
     def chat(
@@ -147,6 +163,24 @@ class Engine:
         """`chat` for a running asyncio loop; with `stream` the result is an asynchronous iterator."""
         call = self._chat_call(messages, sampling_params, stream, fields)
         return self._async_iterate(call) if stream else await self._async_wait(call)
+
+    def score(
+        self, prompt: str | list[int], choices: list[str | list[int]], **fields: Unpack[ScoreFields]
+    ) -> Answer:
+        """How likely each of `choices` is after `prompt`: an answer without output, whose `scores` has `ids`
+        and `logprobs` (natural, of each token) for each, in order.
+
+        A choice's text has tokens of its own: none is made of its beginning and the prompt's end. The prompt
+        is computed once. Raises BadRequest naming the field.
+        """
+        return _builtin(self._runtime.run(self._scored(prompt, choices, fields)))
+
+    async def async_score(
+        self, prompt: str | list[int], choices: list[str | list[int]], **fields: Unpack[ScoreFields]
+    ) -> Answer:
+        """`score` for a running asyncio loop."""
+        work = self._runtime.submit(self._scored(prompt, choices, fields))
+        return _builtin(await asyncio.wrap_future(work))
 
     def encode(
         self,
@@ -195,6 +229,16 @@ class Engine:
         """The configuration, the model, what was chosen at start and why, and the scheduler's state."""
         return self._runtime.run(info.server_info(self._runtime.service))
 
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """What the server would answer to this body at this path, as plain values: the engine is a door for
+        `sapwood.lang`. There are `/generate`, `/programs/end`, `/flush_cache` and `/server_info`."""
+        work = offline_door.post(self._runtime.service, self._runtime.gate, path, body)
+        return await asyncio.wrap_future(self._runtime.submit(work))
+
+    def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Answer]:
+        """The events of a streamed answer of `/generate`; closed early, it aborts the request."""
+        return self._async_iterate(offline_door.call(self._runtime.service, path, body))
+
     def get_tokenizer(self) -> Any:
         """The model's `tokenizers.Tokenizer`, loaded anew; raises ModelError if it has none."""
         return self._runtime.tokenizer()
@@ -211,12 +255,18 @@ class Engine:
     ) -> None:
         self.shutdown()
 
+    def _scored(self, prompt: Any, choices: Any, fields: Mapping[str, Any]) -> Coroutine[Any, Any, Generated]:
+        service = self._runtime.service
+        body = offline_requests.score(service, prompt, choices, fields)
+        return offline_work.scored(service, self._runtime.gate, body)
+
     def _generate_call(
-        self, prompt: Any, input_ids: Any, sampling: Any, stream: bool, fields: Mapping[str, Any]
+        self, prompts: tuple[Any, ...], sampling: Any, stream: bool, fields: Mapping[str, Any]
     ) -> Call:
-        if (prompt is None) == (input_ids is None):
-            raise BadRequest("exactly one of prompt and input_ids must be given", param="prompt")
-        values = {**_answered(fields, stream), "text": prompt, "input_ids": input_ids}
+        names = ("text", "input_ids", "input", "chat_template_kwargs")
+        if sum(given is not None for given in prompts[:3]) != 1:
+            raise BadRequest("exactly one of prompt, input_ids and input must be given", param="prompt")
+        values = {**_answered(fields, stream), **dict(zip(names, prompts, strict=True))}
         return offline_requests.generate(self._runtime.service, values, sampling)
 
     def _chat_call(self, messages: Any, sampling: Any, stream: bool, fields: Mapping[str, Any]) -> Call:

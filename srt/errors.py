@@ -74,6 +74,14 @@ class ModelNotFound(SapwoodError):
     default_code = "model_not_found"
 
 
+class ProgramNotFound(SapwoodError):
+    """No request of that program has come, or it has ended."""
+
+    status = 404
+    type = "invalid_request_error"
+    default_code = "program_not_found"
+
+
 class RequestTimeout(SapwoodError):
     """The client has not sent its request within the time for that."""
 
@@ -185,8 +193,8 @@ class ModelError(SapwoodError):
 
 
 _FROM_ELSEWHERE: tuple[type[SapwoodError], ...] = (
-    BadRequest, ContextTooLong, ModelNotFound, Conflict, TooLarge, Overloaded, Unavailable, ProcessDied,
-    DeadlineExceeded, QueueTimeout,
+    BadRequest, ContextTooLong, ModelNotFound, ProgramNotFound, Conflict, TooLarge, Overloaded, Unavailable,
+    ProcessDied, DeadlineExceeded, QueueTimeout,
 )  # fmt: skip
 
 

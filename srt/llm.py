@@ -21,6 +21,7 @@ from sapwood.srt.llm_params import SamplingParams
 from sapwood.srt.offline_work import Work
 from sapwood.srt.server.demands import Demands
 from sapwood.srt.server.outcome import vector
+from sapwood.srt.server.sampling import check_patterns
 from sapwood.srt.server.tenants import Place
 
 
@@ -215,7 +216,7 @@ class LLM:
         return each
 
     def _checked(self, given: SamplingParams) -> params.SamplingParams:
-        return given.checked(self._runtime.service.source.vocab_size)
+        return check_patterns(given.checked(self._runtime.service.source.vocab_size))
 
     def _constraints(self, each: Sequence[SamplingParams]) -> list[params.Constraint | None]:
         """One for each; what several share is read once."""

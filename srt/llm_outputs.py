@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.srt.llm_params import SamplingParams
-from sapwood.srt.messages import TextLogprob
+from sapwood.srt.messages import Incomplete, TextLogprob
 from sapwood.srt.server.outcome import Outcome
 
 
@@ -32,7 +32,8 @@ class CompletionOutput:
 
     `finish_reason` is "stop", "length" or "abort"; `stop_reason` the stop string or stop id, None for EOS.
     `cumulative_logprob` and `logprobs` are there if logprobs were asked for, `reasoning_content` in a chat
-    under a constraint, which begins after it.
+    under a constraint, which begins after it. `incomplete` says where a constrained output was cut by its
+    length: the JSON pointer of what was being written, and `inside` what; None: it is whole, or free.
     """
 
     index: int
@@ -43,6 +44,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: Logprobs | None = None
     reasoning_content: str | None = None
+    incomplete: Incomplete | None = None
 
     def finished(self) -> bool:
         return True
@@ -53,7 +55,7 @@ class RequestOutput:
     """What became of one prompt. `prompt` is None if it was given as ids; a chat's is decoded from its ids.
 
     `prompt_logprobs` has an entry for each prompt token, None for the first. `num_cached_tokens` of the
-    prompt's tokens came from the prefix cache.
+    prompt's tokens came from the prefix cache. `warnings` tell what of its constraint is not enforced.
     """
 
     request_id: str
@@ -63,6 +65,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     finished: bool = True
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def request_output(
         outputs=[_completion(i, params, outcome) for i in range(outcome.n)],
         prompt_logprobs=_prompt_logprobs(params, outcome),
         num_cached_tokens=outcome.verdict(0).matched,
+        warnings=outcome.warnings or [],
     )
 
 
@@ -125,6 +129,7 @@ def _completion(index: int, params: SamplingParams, outcome: Outcome) -> Complet
         sum(item.logprob for item in choice.logprobs) if asked else None,
         [_told(item, params.logprobs or 0) for item in choice.logprobs] if asked else None,
         "".join(choice.reasoning) or None,
+        finish.incomplete,
     )
 
 

@@ -60,9 +60,10 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     """How one prompt's tokens are drawn and when they end; names, meanings and defaults are vLLM's.
 
     `max_tokens` is 16 unless it says otherwise; None goes on to the context's end. `temperature` 0 is greedy;
-    `top_k` 0 and -1 are off. `stop` is one string or several. `logprobs` is the number of alternatives for
-    each output token (0 to 20), `prompt_logprobs` for each prompt token. Without a `seed`, or with -1, one is
-    drawn. What cannot be done here raises BadRequest, naming the parameter and what to use instead.
+    `top_k` 0 and -1 are off. `stop` is one string or several, `stop_regex` (an extension) one pattern or
+    several. `logprobs` is the number of alternatives for each output token (0 to 20), `prompt_logprobs` for
+    each prompt token. Without a `seed`, or with -1, one is drawn. What cannot be done here raises BadRequest,
+    naming the parameter and what to use instead.
     """
 
     n: int = 1
@@ -76,6 +77,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     min_p: float = 0.0
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -115,11 +117,12 @@ class SamplingParams(msgspec.Struct, kw_only=True):
                 f"best_of must equal n, which is {self.n}, got {self.best_of}: choices are not ranked",
                 param="best_of",
             )
-        if self.include_stop_str_in_output and self.stop_token_ids:
-            raise BadRequest(
-                "include_stop_str_in_output works with stop, not with stop_token_ids",
-                param="include_stop_str_in_output",
-            )
+        for name in ("stop_token_ids", "stop_regex"):
+            if self.include_stop_str_in_output and getattr(self, name):
+                raise BadRequest(
+                    f"include_stop_str_in_output works with stop, not with {name}",
+                    param="include_stop_str_in_output",
+                )
 
     def checked(self, vocab_size: int) -> params.SamplingParams:
         """The runtime's own parameters. Raises BadRequest naming the parameter, its value and the limit."""
@@ -175,8 +178,9 @@ class SamplingParams(msgspec.Struct, kw_only=True):
             for name in self.__struct_fields__
             if name not in _NOT_OF_THE_SAMPLER and (value := getattr(self, name)) is not None
         }
-        if isinstance(self.stop, str):
-            values["stop"] = [self.stop]
+        for name in ("stop", "stop_regex"):
+            if isinstance(value := getattr(self, name), str):
+                values[name] = [value]
         if self.seed == -1:
             del values["seed"]
         return values

@@ -292,6 +292,8 @@ class Stats(Message):
     seconds_saved: float
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    programs: int = 0
+    slots_pinned: int = 0
 
 
 # ---- tokenizer ⇄ grammar

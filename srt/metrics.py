@@ -25,7 +25,13 @@ _GAUGES = (
     ("sapwood_waiting_requests", "Requests that wait for admission", "waiting"),
     ("sapwood_kv_slots_used", "KV slots (tokens) that running requests hold", "slots_used"),
     ("sapwood_kv_slots_cached", "KV slots (tokens) in the radix tree", "slots_cached"),
+    (
+        "sapwood_kv_slots_pinned",
+        "KV slots (tokens) of paths that are kept for later",
+        "slots_pinned",
+    ),
     ("sapwood_kv_slots_capacity", "KV slots (tokens) of the pool", "slots_total"),
+    ("sapwood_programs", "Programs that live", "programs"),
 )
 _COUNTERS = (
     ("sapwood_retracted", "Retractions of running requests for want of KV slots", "retracted"),

@@ -11,7 +11,7 @@ from sapwood.srt import messages, params
 from sapwood.srt.client import Prompt
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.llm_params import SamplingParams
-from sapwood.srt.messages import ChatPrompt, TextPrompt
+from sapwood.srt.messages import ChatPrompt, PartsPrompt, TextPart, TextPrompt
 from sapwood.srt.offline_work import Call, Work
 from sapwood.srt.params import Constraint
 from sapwood.srt.server import constraints, generation
@@ -32,14 +32,14 @@ _SYNONYMS = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 
 def generate(service: Service, values: dict[str, Any], sampling: Sampling | list[Sampling]) -> Call:
     """A call to go on with bare prompts; `values` are fields of `/generate`. Raises BadRequest."""
-    body = _convert(values, GenerateRequest)
+    body = convert(values, GenerateRequest)
     return _call(service, body, generation.prompts(service, body), sampling)
 
 
 def chat(service: Service, values: dict[str, Any], chat: dict[str, Any], sampling: Sampling) -> Call:
     """A call to answer a chat; `chat` are fields of a chat request. Raises BadRequest."""
-    body = _convert(chat, ChatRequest)
-    call = _call(service, _convert(values, GenerateRequest), [_prompt_of(service, body)], sampling)
+    body = convert(chat, ChatRequest)
+    call = _call(service, convert(values, GenerateRequest), [_prompt_of(service, body)], sampling)
     demands = [of_offline_chat(service, body, each.constraint) for each in call.demands]
     return call._replace(demands=demands)
 
@@ -48,7 +48,7 @@ def chat_of(
     service: Service, fields: dict[str, Any], constraint: Constraint | None = None
 ) -> tuple[ChatPrompt, Demands]:
     """The prompt of a chat request's fields, and what a constraint comes to in it. Raises BadRequest."""
-    body = _convert(fields, ChatRequest)
+    body = convert(fields, ChatRequest)
     return _prompt_of(service, body), of_offline_chat(service, body, constraint)
 
 
@@ -67,6 +67,24 @@ def _prompt_of(service: Service, body: ChatRequest) -> ChatPrompt:
         body.chat_template_kwargs,
         wanted(body.tools),
     )
+
+
+def score(
+    service: Service, prompt: Any, choices: Sequence[Any], fields: Mapping[str, Any]
+) -> GenerateRequest:
+    """A request for the logprobs of `choices` after a text or token ids; `fields` are others of `/generate`.
+    Raises BadRequest."""
+    where = "text" if isinstance(prompt, str) else "input_ids"
+    return scored(service, {**fields, where: prompt, "score": choices})
+
+
+def scored(service: Service, values: dict[str, Any]) -> GenerateRequest:
+    """A request for logprobs of choices; `values` are fields of `/generate`. Raises BadRequest."""
+    body = convert(values, GenerateRequest)
+    for one in generation.prompts(service, body):
+        check_encodable(one)
+    check_encodable(PartsPrompt([TextPart(choice) for choice in body.score or () if isinstance(choice, str)]))
+    return body
 
 
 def native(given: Sampling) -> dict[str, Any]:
@@ -105,7 +123,7 @@ def one_prompt(service: Service, prompt: Any, add_special_tokens: bool = True) -
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         found, _ = chat_of(service, {"messages": prompt})
     else:
-        found = service.ids_prompt(_convert(prompt, list[int], "prompt"), "prompt")
+        found = service.ids_prompt(convert(prompt, list[int], "prompt"), "prompt")
     check_encodable(found)
     return found
 
@@ -124,18 +142,18 @@ def embedding(service: Service, prompt: Any, pooling: str | None, fields: Mappin
 
 def place(service: Service, **fields: Any) -> Place:
     """Where a request goes that says these fields of PlaceFields. Raises BadRequest."""
-    return service.tenants.place(_convert(fields, PlaceFields))
+    return service.tenants.place(convert(fields, PlaceFields))
 
 
 def pooled(service: Service, pooling: str | None) -> params.SamplingParams:
     """The parameters that ask for a prompt's hidden state. Raises BadRequest."""
     values = {"max_tokens": 0, "pooling": pooling or service.config.pooling}
-    return _convert(values, params.SamplingParams).check(service.source.vocab_size)
+    return convert(values, params.SamplingParams).check(service.source.vocab_size)
 
 
 def constraint(service: Service, given: SamplingParams) -> Constraint | None:
     """The constraint of the parameters. Raises BadRequest."""
-    fields = _convert({**given.constraint, "max_new_tokens": given.max_tokens}, NativeSampling)
+    fields = convert({**given.constraint, "max_new_tokens": given.max_tokens}, NativeSampling)
     whitespace = service.config.json_whitespace
     return constraints.read(fields, whitespace=whitespace, max_tokens=given.max_tokens)
 
@@ -143,12 +161,14 @@ def constraint(service: Service, given: SamplingParams) -> Constraint | None:
 def _call(
     service: Service, body: GenerateRequest, prompts: Sequence[Prompt], sampling: Sampling | list[Sampling]
 ) -> Call:
+    if body.score is not None:
+        raise BadRequest("score draws nothing: Engine.score answers it", param="score")
     for prompt in prompts:
         check_encodable(prompt)
     if isinstance(sampling, (list, tuple)):
-        body.sampling_params = [_convert(native(one), NativeSampling) for one in sampling]
+        body.sampling_params = [convert(native(one), NativeSampling) for one in sampling]
     else:
-        body.sampling_params = _convert(native(sampling), NativeSampling)
+        body.sampling_params = convert(native(sampling), NativeSampling)
     checked = generation.sampling_params(body, len(prompts), service.source.vocab_size)
     demands = generation.demands(body, len(prompts), service.config.json_whitespace)
     return Call(body, prompts, checked, _names(body.rid, len(prompts)), demands)
@@ -163,7 +183,8 @@ def _names(rid: str | list[str] | None, count: int) -> list[str] | None:
     return [*generation.names(rid, count)]
 
 
-def _convert(values: Any, kind: type[T], param: str | None = None) -> T:
+def convert(values: Any, kind: type[T], param: str | None = None) -> T:
+    """Plain values as the struct that a body is; raises BadRequest, naming `param`."""
     try:
         return msgspec.convert(values, kind, str_keys=True)  # as JSON has them: {"5": 1.0} too
     except msgspec.ValidationError as e:

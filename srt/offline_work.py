@@ -14,7 +14,7 @@ from sapwood.srt.client import Prompt, Stream, merge
 from sapwood.srt.errors import from_info
 from sapwood.srt.messages import Chunk, Ended, Read, Started
 from sapwood.srt.params import SamplingParams
-from sapwood.srt.server import generation
+from sapwood.srt.server import generation, score
 from sapwood.srt.server.demands import Demands
 from sapwood.srt.server.generation import NativeShape
 from sapwood.srt.server.native_protocol import Generated, GenerateRequest
@@ -160,6 +160,16 @@ async def gather(service: Service, gate: Gate, call: Call, done: Callable[[], No
 
     answers = await side_by_side(len(call.prompts), gate.limit, one, done)
     return [choice for choices in answers for choice in choices]
+
+
+async def scored(service: Service, gate: Gate, body: GenerateRequest) -> Generated:
+    """The logprobs of a request's choices (see score.py)."""
+
+    async def start(count: int, start: Callable[[], list[Stream]]) -> list[Stream]:
+        streams, _ = await gate.start(count, lambda: (start(), None))
+        return streams
+
+    return await score.answer(service, body, start=start)
 
 
 async def pieces(service: Service, gate: Gate, call: Call) -> AsyncGenerator[list[Generated], None]:

@@ -85,12 +85,15 @@ class Parsing(msgspec.Struct, frozen=True, array_like=True):
     """How an output is told apart: the formats of tool calls and of reasoning, and the tools' names.
 
     Empty formats: all of it is content. `reasons`: it begins within the reasoning, which the prompt opened.
+    `calls_only`: by a constraint it is calls alone, after the reasoning, so what is left of one that was cut
+    off is no content.
     """
 
     tool_format: str = ""
     tool_names: list[str] = []
     reasoning_format: str = ""
     reasons: bool = False
+    calls_only: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,7 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt's tokens from that index on get theirs too (the first token of all has none; one at or beyond the
     prompt's end asks for none of them), and `logprob_ids` are further tokens to be told at every place.
     `max_tokens` 0 computes the prompt and nothing else; only then `pooling` may ask for the prompt's hidden
-    state instead of logprobs: its last token's, or the mean.
+    state instead of logprobs: its last token's, or the mean. Only then, too, a prompt whose logprobs are told
+    may say `judges_last`: its last token, after which nothing comes, gets its logprob and is not computed.
     """
 
     max_tokens: int | None = None
@@ -125,6 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     logprob_start: int | None = None
     logprob_ids: list[int] = []
+    judges_last: bool = False
     pooling: Literal["last", "mean"] | None = None
 
     def reads_from(self, prompt_tokens: int) -> int:
@@ -179,11 +184,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise BadRequest(f"{name} needs logprobs", param=name)
         if self.pooling is not None and (self.max_tokens != 0 or self.n != 1 or self.logprobs is not None):
             raise BadRequest("pooling needs max_tokens 0, n 1 and no logprobs", param="pooling")
+        if self.judges_last and (self.max_tokens != 0 or self.n != 1 or self.logprob_start is None):
+            raise BadRequest("judges_last needs max_tokens 0, n 1 and a logprob_start", param="judges_last")
 
     def _check_lists(self, vocab_size: int) -> None:
         _between("length of stop", len(self.stop), 0, MAX_STOPS, param="stop")
         for text in self.stop:
             _between("length of a stop string", len(text), 1, MAX_STOP_CHARS, param="stop")
+        _between("length of stop_regex", len(self.stop_regex), 0, MAX_STOPS, param="stop_regex")
+        for pattern in self.stop_regex:
+            _between("length of a stop_regex", len(pattern), 1, MAX_STOP_CHARS, param="stop_regex")
         _between("length of stop_token_ids", len(self.stop_token_ids), 0, 256, param="stop_token_ids")
         for token in self.stop_token_ids:
             _between("a stop token id", token, 0, vocab_size - 1, param="stop_token_ids")

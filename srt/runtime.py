@@ -30,7 +30,8 @@ class Runtime:
     leaving a `with` block, the collector or the program's end stop it. Raises ConfigError, ModelError, and
     ProcessDied with what the process said.
 
-    `url` (also `endpoint`) is where any client reaches it. `generate` and `encode` return JSON text, as
+    `url` (also `endpoint`) is where any client reaches it, with `api_key` if it has one; programs of the
+    language take a Runtime as their backend. `generate` and `encode` return JSON text, as
     SGLang's do. An error answer is raised as the Engine raises it.
     """
 
@@ -52,9 +53,10 @@ class Runtime:
                 raise
         self.url = serve.url(chosen.host, self.port)
         self.endpoint = self.url
+        self.api_key = _key(chosen)
         self._options: dict[str, Any] = {
             "base_url": self.url,
-            "headers": _headers(chosen),
+            "headers": _headers(self.api_key),
             # An answer takes as long as it takes; that it is on its way the server itself looks after.
             "timeout": httpx.Timeout(None, connect=10.0),
             # A proxy of the environment is not for this machine.
@@ -71,7 +73,7 @@ class Runtime:
 
         `fields` are others of that route: `input_ids` in place of `prompt`, `return_logprob`,
         `logprob_start_len`, `top_logprobs_num`, `token_ids_logprob`, `rid`, `cache_salt`, `priority`, `keep`,
-        `queue_timeout`.
+        `queue_timeout`, `program`.
         """
         return json.dumps(self._post("/generate", _body(prompt, sampling_params, fields)))
 
@@ -88,13 +90,13 @@ class Runtime:
             ):
                 if answer.status_code != 200:
                     raise _error(answer.status_code, await answer.aread())
-                async for line in answer.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    if data in ("", "[DONE]"):
+                async for line in _lines(answer.aiter_bytes()):
+                    data = line.removeprefix(b"data: ")
+                    if data in (b"", b"[DONE]"):
                         continue
                     event = json.loads(data)
                     if "error" in event:
-                        raise _error(answer.status_code, data.encode())
+                        raise _error(answer.status_code, data)
                     if len(event["text"]) > length:
                         yield event["text"][length:]
                         length = len(event["text"])
@@ -185,12 +187,25 @@ def _json(body: dict[str, Any]) -> bytes:
         raise BadRequest(f"an argument is no JSON value: {e}") from None
 
 
-def _headers(chosen: Config) -> dict[str, str]:
-    json_body = {"Content-Type": "application/json"}
+def _key(chosen: Config) -> str | None:
     for keys in (chosen.admin_api_key, chosen.api_key):
         if keys:
-            return {**json_body, "Authorization": f"Bearer {config.split_keys(keys)[0]}"}
-    return json_body
+            return config.split_keys(keys)[0]
+    return None
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    json_body = {"Content-Type": "application/json"}
+    return {**json_body, "Authorization": f"Bearer {api_key}"} if api_key else json_body
+
+
+async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Lines without their new lines. httpx's own end at U+2028 too, which may stand in a JSON text."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _error(status: int, content: bytes) -> SapwoodError:

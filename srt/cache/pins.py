@@ -2,7 +2,8 @@
 
 A pin protects the path to its node, within the node's namespace: all of it is evicted after everything that
 is not pinned, pins whose time is over soonest first. It promises no more, so that nothing is ever refused
-for its sake. It ends with its time, or when the end of its path had to go after all.
+for its sake. It ends with its time, when all who hold it let go, or when the end of its path had to go after
+all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from sapwood.srt.cache.node import Node
 
 MAX_PINNED_SHARE = 0.25
 """Of all slots, how many may be on pinned paths."""
+ANYBODY = 0
+"""The holder of pins that only their time ends."""
 
 Entry = tuple[float, int, Node]
 
@@ -22,6 +25,8 @@ Entry = tuple[float, int, Node]
 class Pins:
     """The pins of one tree, on at most `limit` tokens. All steps are amortised O(log pins) but for the length
     of the path: a node counts the pins on it and below it, so that a token is counted once.
+
+    A node has one pin, which several may hold, each for a time of its own: it lasts as long as the longest.
 
     The order of eviction hands on what it should have given out, but is pinned: such leaves are set aside
     here until nothing else is left.
@@ -32,11 +37,13 @@ class Pins:
         self.tokens = 0
         """Tokens on pinned paths."""
         self._until: dict[Node, float] = {}
+        self._holders: dict[Node, dict[int, float]] = {}
+        """By node, until when who holds its pin."""
         self._ends: list[Entry] = []
         """A heap of all times that were asked for. Only that which is in `_until` counts."""
         self._aside: list[Entry] = []
-        """A heap of the leaves that were set aside, each once: no entry is later than its pin."""
-        self._is_aside: set[Node] = set()
+        """A heap of the leaves that were set aside. Only the entry whose number is in `_numbers` counts."""
+        self._numbers: dict[Node, int] = {}
         self._entries = itertools.count()
 
     def __len__(self) -> int:
@@ -48,34 +55,44 @@ class Pins:
 
     def holds(self, node: Node) -> bool:
         """Whether the node is set aside."""
-        return node in self._is_aside
+        return node in self._numbers
 
-    def add(self, node: Node, until: float) -> bool:
-        """Pin the path to `node`, or let its pin last until then if that is later; False if that would be too
-        many tokens."""
-        known = self._until.get(node)
-        if known is None:
-            more = 0
-            above: Node | None = node
-            while above is not None and above.key and not above.pins:
-                more += len(above.slots)
-                above = above.parent
+    def holders(self, node: Node) -> dict[int, float]:
+        """Who holds the pin of `node`, and until when."""
+        return self._holders.get(node, {})
+
+    def add(self, node: Node, until: float, holder: int = ANYBODY) -> bool:
+        """Pin the path to `node` until then, or let its pin last so long; False if that would be too many
+        tokens. Of a `holder` the last word counts, of ANYBODY the latest time."""
+        holders = self._holders.get(node)
+        if holders is None:
+            more = self._missing(node)
             if self.tokens + more > self.limit:
                 return False
             self.tokens += more
             self._count(node, 1)
-        elif until <= known:
-            return True
-        self._until[node] = until
-        heapq.heappush(self._ends, (until, next(self._entries), node))
-        if len(self._ends) > 2 * len(self._until) + 64:  # longer and longer, or broken and made again
-            self._ends = [(time, next(self._entries), pinned) for pinned, time in self._until.items()]
-            heapq.heapify(self._ends)
+            holders = self._holders[node] = {}
+        if holder == ANYBODY:
+            until = max(until, holders.get(ANYBODY, until))
+        holders[holder] = until
+        self._settle(node)
+        return True
+
+    def release(self, node: Node, holder: int) -> bool:
+        """`holder` lets go of the pin of `node`, if it holds one; True if that was the last to hold it."""
+        holders = self._holders.get(node, {})
+        if holders.pop(holder, None) is None:
+            return False
+        if holders:
+            self._settle(node)
+            return False
+        self.remove(node)
         return True
 
     def remove(self, node: Node) -> None:
-        """End the pin of `node`."""
-        del self._until[node]
+        """End the pin of `node`, whoever holds it."""
+        del self._until[node], self._holders[node]
+        self._numbers.pop(node, None)
         self._count(node, -1)
 
     def expire(self, now: float) -> list[Node]:
@@ -86,42 +103,54 @@ class Pins:
             if self._until.get(node) == until:
                 self.remove(node)
                 over.append(node)
-        while self._aside and self._aside[0][0] <= now:
-            node = self._next_aside()[1]
-            if node in self._until:
-                self.set_aside(node)
         return over
 
     def clear(self, namespace: str | None) -> None:
         """End all pins of one namespace, or all (None)."""
         for node in [n for n in self._until if namespace is None or n.namespace == namespace]:
             self.remove(node)
-        self._aside = [entry for entry in self._aside if entry[2] in self._until]
-        heapq.heapify(self._aside)
-        self._is_aside = {node for _, _, node in self._aside}
 
     def set_aside(self, node: Node) -> None:
         """Keep a pinned leaf that goes when nothing else is left."""
-        if node not in self._is_aside:
-            self._is_aside.add(node)
-            heapq.heappush(self._aside, (self._until[node], next(self._entries), node))
+        number = self._numbers[node] = next(self._entries)
+        heapq.heappush(self._aside, (self._until[node], number, node))
+        if len(self._aside) > 2 * len(self._numbers) + 64:
+            self._aside = [entry for entry in self._aside if self._numbers.get(entry[2]) == entry[1]]
+            heapq.heapify(self._aside)
 
     def take(self) -> Node | None:
         """Of the leaves that were set aside, that which may be evicted and whose pin is over first. It is set
         aside no more."""
         while self._aside:
-            until, node = self._next_aside()
-            if not node.evictable:
+            _, number, node = heapq.heappop(self._aside)
+            if self._numbers.get(node) != number:
                 continue
-            if self._until[node] == until:
+            del self._numbers[node]
+            if node.evictable:
                 return node
-            self.set_aside(node)
         return None
 
-    def _next_aside(self) -> tuple[float, Node]:
-        until, _, node = heapq.heappop(self._aside)
-        self._is_aside.discard(node)
-        return until, node
+    def _settle(self, node: Node) -> None:
+        """The pin lasts as long as the longest of those who hold it want."""
+        until = max(self._holders[node].values())
+        if self._until.get(node) == until:
+            return
+        self._until[node] = until
+        heapq.heappush(self._ends, (until, next(self._entries), node))
+        if len(self._ends) > 2 * len(self._until) + 64:  # longer and longer, or broken and made again
+            self._ends = [(time, next(self._entries), pinned) for pinned, time in self._until.items()]
+            heapq.heapify(self._ends)
+        if node in self._numbers:
+            self.set_aside(node)
+
+    def _missing(self, node: Node) -> int:
+        """Tokens of the path that are on no pinned one."""
+        more = 0
+        above: Node | None = node
+        while above is not None and above.key and not above.pins:
+            more += len(above.slots)
+            above = above.parent
+        return more
 
     def _count(self, node: Node, change: int) -> None:
         above: Node | None = node

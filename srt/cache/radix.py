@@ -23,7 +23,7 @@ from sapwood.srt.cache.continuation import continuation
 from sapwood.srt.cache.eviction import Order, Policy
 from sapwood.srt.cache.explain import Ghosts, Trace
 from sapwood.srt.cache.node import Node, Root, token_at, unpack_token
-from sapwood.srt.cache.pins import MAX_PINNED_SHARE, Pins
+from sapwood.srt.cache.pins import ANYBODY, MAX_PINNED_SHARE, Pins
 from sapwood.srt.cache.roots import Roots
 from sapwood.srt.cache.slots import SlotArray, SlotPool
 from sapwood.srt.cache.snapshot import snapshot
@@ -180,12 +180,21 @@ class RadixTree:
                     self._order.push(node)
             node = node.parent
 
-    def pin(self, node: Node, until: float) -> bool:
+    def pin(self, node: Node, until: float, holder: int = ANYBODY) -> bool:
         """Evict the path to `node` last, as far as it is its namespace's own, until `expire` is told that
-        time. A second pin of a node prolongs the first. False, and nothing done, if more than
-        MAX_PINNED_SHARE of all slots would be on pinned paths."""
+        time, or its `holder` lets go of it. A second pin of a node prolongs the first (see pins.py). False,
+        and nothing done, if more than MAX_PINNED_SHARE of all slots would be on pinned paths."""
         assert node.parent is not None or not node.key, "the pinned node is no longer in the tree"
-        return not node.key or self._pins.add(node, until)
+        return not node.key or self._pins.add(node, until, holder)
+
+    def unpin(self, node: Node, holder: int) -> None:
+        """`holder` lets go of its pin of `node`, if that is not broken."""
+        if self._pins.release(node, holder):
+            self._order.push(node)
+
+    def pinned_by(self, node: Node, holder: int) -> bool:
+        """Whether there still is a pin of `node` that `holder` has made."""
+        return holder in self._pins.holders(node)
 
     def expire(self, now: float) -> None:
         """End the pins whose time is over. O(1) if there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -41,8 +41,8 @@ class UrlSource:
                 if response.status_code != 200:
                     response.read()
                     raise error_of(response)
-                for line in response.iter_lines():
-                    if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+                for line in _lines(response.iter_bytes()):
+                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                         yield _piece(data)
         except httpx.HTTPError as e:
             raise _unreachable(e, self._client) from None
@@ -79,7 +79,15 @@ def error_of(response: httpx.Response) -> SapwoodError:
     return from_info(ErrorInfo(response.status_code, kind, code, f"{response.status_code}: {message}"))
 
 
-def _piece(data: str) -> Piece:
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Whole lines. Not httpx's, which end at any of Unicode's line ends: JSON may hold those."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+
+
+def _piece(data: bytes) -> Piece:
     """One event of a stream. Raises SapwoodError for an error, or what is no event."""
     try:
         event = json.loads(data)

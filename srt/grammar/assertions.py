@@ -24,7 +24,7 @@ from sapwood.srt.grammar.formats import FORMATS
 from sapwood.srt.grammar.language import searched
 from sapwood.srt.grammar.limits import Inexact
 from sapwood.srt.grammar.objects import FREE, remaining
-from sapwood.srt.grammar.regex import parse
+from sapwood.srt.grammar.regex import NoPattern, parse
 from sapwood.srt.grammar.scalars import meet_string
 from sapwood.srt.grammar.wellformed import Malformed, shown
 
@@ -32,8 +32,6 @@ Child = Callable[..., Form]
 """The form of the subschema below this place (keyword, and name or index)."""
 
 _MAX_KINDS = 64
-_NO_PATTERN = ("an unmatched", "a quantifier", "a range with its ends", "a bad", "a lone surrogate")
-"""How the errors begin of what is no pattern in any dialect."""
 _BY_TYPE: dict[str, Shape] = {
     "null": Null(),
     "boolean": Boolean(),
@@ -90,9 +88,9 @@ def pattern(text: str, keyword: str = "pattern") -> String:
     Malformed if the pattern is none."""
     try:
         searched(parse(text))
+    except NoPattern as error:
+        raise Malformed(f"{shown(text)} is {error}", keyword) from None
     except ValueError as error:
-        if str(error).startswith(_NO_PATTERN):
-            raise Malformed(f"{shown(text)} is no pattern: {error}", keyword) from None
         raise Inexact(f"{shown(text)}: {error}", keyword) from None
     return String(patterns=(text,))
 

@@ -12,6 +12,7 @@ from sapwood.srt.grammar.parts import Parts
 from sapwood.srt.messages import Grammar
 from sapwood.srt.params import Constraint
 
+MAX_WARNINGS = 16
 FIRST_MASK_SECONDS = 0.1
 """Of CPU time; ordinary ones take 0.3 ms. In the worker all rows wait for it, and later ones are like it."""
 
@@ -48,7 +49,12 @@ def compile_constraint(constraint: Constraint, engine: Engine) -> Grammar:
     if not goes_on:
         what = "only the empty text" if matcher.complete else "no text at all"
         raise BadRequest(f"{field} admits {what}", param=field)
-    return Grammar(hashlib.sha256(text.encode()).digest()[:16], text, list(parts.warnings))
+    return Grammar(hashlib.sha256(text.encode()).digest()[:16], text, _few(parts.warnings))
+
+
+def _few(warnings: list[str]) -> list[str]:
+    more = len(warnings) - MAX_WARNINGS
+    return warnings[:MAX_WARNINGS] + ([f"and {more} more"] if more > 0 else [])
 
 
 def _text(constraint: Constraint, parts: Parts) -> str:

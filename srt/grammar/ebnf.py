@@ -21,11 +21,10 @@ from sapwood.srt.grammar.lexemes import (
     regular_rules,
     starts_of,
 )
-from sapwood.srt.grammar.limits import MAX_DEPTH, MAX_REPEAT
+from sapwood.srt.grammar.limits import MAX_DEPTH, MAX_EBNF_RULES, MAX_REPEAT
 from sapwood.srt.grammar.parts import Parts
 from sapwood.srt.grammar.regex import Chars, Choice, Node, Repeat, Sequence, text as string
 
-MAX_RULES = 500
 _TOKEN = re.compile(
     r"(?P<space>(?:\s|#[^\n]*)+)|(?P<head>[A-Za-z_][\w.-]*)(?=\s*::=)|(?P<name>[A-Za-z_][\w.-]*)|(?P<is>::=)"
     r'|(?P<text>"(?:[^"\\\n]|\\.)*")|(?P<set>\[\^?(?:[^\]\\\n]|\\.)*\])|(?P<count>\{[^}\n]*\})|(?P<mark>[()|*+?.])'
@@ -162,8 +161,8 @@ class _Reader:
                 raise self.error(f"a rule (name ::= ...) is expected, not {head.text!r:.40}", head.line)
             if head.text in trees:
                 raise self.error(f"the rule {head.text} is defined twice", head.line)
-            if len(trees) >= MAX_RULES:
-                raise self.error(f"more than {MAX_RULES} rules", head.line)
+            if len(trees) >= MAX_EBNF_RULES:
+                raise self.error(f"more than {MAX_EBNF_RULES} rules", head.line)
             self._take()
             self.lines[head.text] = head.line
             trees[head.text] = self._choice(0)

@@ -27,6 +27,26 @@ FUEL_IN_MASK = 200_000
 """Of the lexer. Both bound one mask to about 20 ms: ordinary ones take 3 to 300 us."""
 LEXER_STATES = 32_000
 """Of all copies of a matcher together, up to 1 KiB each. Schemas from the wild need less than 4,000."""
+FUEL_AT_FIRST = 1_000_000
+"""Of the lexer before the first mask, and for each of its patterns: 20 ms."""
+SYMBOLS = 500_000
+
+_TOO_MUCH = {
+    "too many expressions constructed": f"one token takes more than {FUEL_IN_MASK} steps of its patterns",
+    "too many states": f"its patterns lead to more than {LEXER_STATES} states",
+    "fuel exhausted": f"to see what its patterns can match takes more than {FUEL_AT_FIRST} steps",
+    "initial lexer configuration": f"to read its patterns takes more than {FUEL_AT_FIRST} steps",
+    "grammar size": f"it has more than {SYMBOLS} symbols",
+    "too many items (limit": f"one token takes more than {ITEMS_IN_MASK} parser items",
+    "items; max is": f"one place of it takes more than {ITEMS_IN_ROW} parser items",
+}
+"""What the engine's own words (a part of them) for its limits mean."""
+
+
+def _told(error: str) -> str:
+    """An error of the engine as a client is told it."""
+    found = next((ours for theirs, ours in _TOO_MUCH.items() if theirs in error.lower()), None)
+    return error if found is None else f"it is too complex: {found}"
 
 
 class Engine:
@@ -37,6 +57,8 @@ class Engine:
         self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_ids)
         self.eos_ids = tuple(eos_ids)
         self._limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=FUEL_AT_FIRST,
+            max_grammar_size=SYMBOLS,
             max_items_in_row=ITEMS_IN_ROW,
             step_max_items=ITEMS_IN_MASK,
             step_lexer_fuel=FUEL_IN_MASK,
@@ -114,7 +136,7 @@ class Matcher:
     def error(self) -> str:
         if not self._matcher.is_error():
             return ""
-        return str(self._matcher.get_error()).removesuffix("<non-verbose/>").strip()
+        return _told(str(self._matcher.get_error()).removesuffix("<non-verbose/>").strip())
 
     @property
     def dead_end(self) -> bool:

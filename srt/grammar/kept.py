@@ -16,8 +16,8 @@ _OVERHEAD = 512
 
 
 def content(constraint: Constraint, field: str = "") -> bytes:
-    """The same for constraints that mean the same, wherever the request had them. (What is wrong with one is
-    told with its field.)"""
+    """The same for constraints that mean the same, wherever the request had them. (What is wrong with one, or
+    not enforced, is told with its field.)"""
     same = msgspec.structs.replace(constraint, field=field)
     return hashlib.sha256(msgspec.msgpack.encode(same)).digest()
 
@@ -39,9 +39,9 @@ class Kept:
 
     def keep(self, constraint: Constraint, outcome: Outcome) -> None:
         """Only what would come out the same again: no failure that was not the constraint's."""
-        if outcome.error is None:
+        if not tells_field(outcome):
             key = content(constraint)
-        elif outcome.error.status == 400:
+        elif outcome.error is None or outcome.error.status == 400:
             key = content(constraint, constraint.field)
         else:
             return
@@ -50,6 +50,11 @@ class Kept:
             self._held += _size(outcome)
         while self._held > self._limit:
             self._held -= _size(self._outcomes.pop(next(iter(self._outcomes))))
+
+
+def tells_field(outcome: Outcome) -> bool:
+    """Whether an outcome names the field that the constraint was in."""
+    return outcome.grammar is None or bool(outcome.grammar.warnings)
 
 
 def _size(outcome: Outcome) -> int:

@@ -16,7 +16,7 @@ class Keyword:
     `status`: enforced fully, enforced where `note` says and refused elsewhere, without any effect by its
     nature, or refused. `value`: what its value must be for the schema to be one. `drafts` names those that
     have it, where that is not all from 4 to 2020-12; in a schema that declares an older one it has no effect,
-    and a warning says so.
+    and a warning says so. `unenforced`: what comes of it in a lenient schema, if that is not just wider.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Keyword:
     value: Value
     note: str = ""
     drafts: str = ""
+    unenforced: str = ""
 
 
 KEYWORDS: dict[str, Keyword] = {
@@ -55,7 +56,7 @@ KEYWORDS: dict[str, Keyword] = {
         Keyword("minLength", "full", "count"),
         Keyword("maxLength", "full", "count"),
         Keyword("pattern", "limited", "text", "without lookaround, backreferences and word boundaries"),
-        Keyword("format", "limited", "text", "those listed are enforced, others are annotations"),
+        Keyword("format", "limited", "text", "those listed are enforced; a warning names another"),
         Keyword("prefixItems", "full", "list", "", "2020-12"),
         Keyword("items", "full", "any", "a schema, or as in older drafts a list of them"),
         Keyword("additionalItems", "full", "schema", "beside a list of items", "4 to 2019-09"),
@@ -102,7 +103,14 @@ KEYWORDS: dict[str, Keyword] = {
         Keyword("contentEncoding", "annotation", "any"),
         Keyword("contentMediaType", "annotation", "any"),
         Keyword("contentSchema", "annotation", "any"),
-        Keyword("nullable", "refused", "flag", "true, which is OpenAPI's: write a list of types", "none"),
+        Keyword(
+            "nullable",
+            "refused",
+            "flag",
+            "true, which is OpenAPI's: write a list of types",
+            "none",
+            "null is not admitted by it",
+        ),
     )
 }
 
@@ -121,7 +129,7 @@ LENIENT = "x-lenient"
 
 def support() -> dict[str, object]:
     """What is supported of JSON Schema, keyword by keyword, with the limits: the body of a route."""
-    from sapwood.srt.grammar import limits
+    from sapwood.srt.grammar import lark, limits, members
     from sapwood.srt.grammar.formats import FORMATS
 
     return {
@@ -142,6 +150,9 @@ def support() -> dict[str, object]:
             "items": limits.MAX_ITEMS,
             "characters": limits.MAX_ITEMS,
             "unique_items": limits.MAX_UNIQUE,
+            "prefix_items": lark.MAX_PREFIX,
+            "optional_properties": members.MAX_OPTIONAL,
+            "number_digits": limits.MAX_DIGITS,
             "alternatives": limits.MAX_ALTERNATIVES,
             "rules": limits.MAX_RULES,
             "steps": limits.MAX_STEPS,

@@ -50,6 +50,8 @@ class Emitter:
         self._forms: dict[Form, str | None] = {}
         self._references: dict[str, str] = {}
         self._waiting: list[str] = []
+        self.unwritten = False
+        """Whether there are numbers of which none has few enough digits to be written."""
 
     def document(self) -> str | None:
         """The expression of the whole document; None if it admits nothing."""
@@ -93,7 +95,9 @@ class Emitter:
         if isinstance(shape, Boolean):
             return " | ".join('"true"' if value else '"false"' for value in shape.values) or None
         if isinstance(shape, Number):
-            return numbers.terminal(shape)
+            found = numbers.terminal(shape)
+            self.unwritten = self.unwritten or found is None
+            return found
         return self._string(shape)
 
     def _string(self, shape: String) -> str | None:

@@ -8,6 +8,12 @@ MAX_DEPTH = 64
 """Arrays and objects within each other, in a schema's text."""
 MAX_REPEAT = 10_000
 """Times that a counted repeat asks for the same."""
+MAX_SHORTEST = 65_536
+"""Characters of the shortest text of a pattern. What of it is forced is walked through for one mask: so many
+take 50 ms."""
+MAX_CHOICES = 4096
+"""Texts of which the output is one."""
+MAX_EBNF_RULES = 500
 MAX_ENUM = 4096
 """Values in all the enums of a schema together."""
 MAX_ALTERNATIVES = 256

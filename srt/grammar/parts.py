@@ -13,10 +13,11 @@ from sapwood.srt.errors import BadRequest
 from sapwood.srt.grammar import language, regex
 from sapwood.srt.grammar.engine import Engine
 from sapwood.srt.grammar.lark import Emitter
+from sapwood.srt.grammar.limits import MAX_CHOICES, MAX_SHORTEST
+from sapwood.srt.grammar.numbers import FRACTION_DIGITS, INTEGER_DIGITS
 from sapwood.srt.grammar.rules import Rules, quote
 from sapwood.srt.grammar.schema import read
 
-MAX_CHOICES = 4096
 MAX_CUT = 4096
 """Characters of a literal that is cut where JSON is."""
 MAX_GAP = 4
@@ -56,12 +57,15 @@ class Parts:
         """The JSON documents that a schema allows."""
         document = read(text, where or self._field)
         self.warnings += document.warnings
+        emitter = Emitter(self.rules, document, self._whitespace, self._engine.admits)
         try:
-            whole = Emitter(self.rules, document, self._whitespace, self._engine.admits).document()
+            whole = emitter.document()
         except ValueError as error:
             raise self.refusal(str(error), where) from None
         if whole is None:
-            raise self.refusal("the schema admits no value", where)
+            digits = f"{INTEGER_DIGITS} digits before the point and {FRACTION_DIGITS} behind it"
+            why = f" that can be written: numbers have at most {digits}" if emitter.unwritten else ""
+            raise self.refusal(f"the schema admits no value{why}", where)
         return whole
 
     def tree(self, text: str, where: str = "") -> regex.Node:
@@ -69,7 +73,14 @@ class Parts:
         if not text:
             raise self.refusal("an empty pattern admits only the empty text", where)
         try:
-            return language.whole(regex.parse(text))
+            node = regex.parse(text)
+            shortest = regex.shortest(node)
+            if shortest > MAX_SHORTEST:
+                raise ValueError(
+                    f"the shortest text that it matches has {shortest} characters, above the limit of"
+                    f" {MAX_SHORTEST}"
+                )
+            return language.whole(node)
         except ValueError as error:
             raise self.refusal(str(error), where) from None
 
@@ -84,7 +95,8 @@ class Parts:
         except ValueError as error:
             raise self.refusal(f"is not valid JSON: {error}") from None
         if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_CHOICES:
-            raise self.refusal(f"must be a list of 1 to {MAX_CHOICES} strings")
+            got = f"{len(listed)} of them" if isinstance(listed, list) else f"{listed!r:.80}"
+            raise self.refusal(f"must be a list of 1 to {MAX_CHOICES} strings, got {got}")
         for index, choice in enumerate(listed):
             if not isinstance(choice, str) or not choice:
                 raise self.refusal(f"[{index}] must be a string that is not empty, got {choice!r:.80}")

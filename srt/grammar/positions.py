@@ -84,10 +84,7 @@ class Positions:
             self.first_at_start |= piece.first_at_start & useful
         self.empty = [i for i, piece in enumerate(pieces) if piece.empty or piece.empty_at_start]
         self.found = [i for i, piece in enumerate(pieces) if piece.first_at_start & useful]
-        self._members: dict[Ranges, int] = {}
-        for position, ranges in enumerate(self._sets):
-            self._members[ranges] = self._members.get(ranges, 0) | 1 << position
-        self._lows = {ranges: [low for low, _ in ranges] for ranges in self._members}
+        self._edges, self._here = self._kinds()
         self._columns: dict[int, Column] = {}
         self._column_of: dict[str, Column] = {}
 
@@ -100,16 +97,26 @@ class Positions:
         """The ways of a character."""
         column = self._column_of.get(char)
         if column is None:
-            here, point = 0, ord(char)
-            for ranges, members in self._members.items():
-                at = bisect(self._lows[ranges], point)
-                if at and point <= ranges[at - 1][1]:
-                    here |= members
+            here = self._here[bisect(self._edges, ord(char))]
             if len(self._column_of) >= MAX_COLUMNS:
                 self._column_of.clear()
                 self._columns.clear()
             column = self._column_of[char] = self._columns.setdefault(here, Column(self, here))
         return column
+
+    def _kinds(self) -> tuple[list[int], list[int]]:
+        """The code points at which a set begins or has ended, and the positions whose sets have what is below
+        the first of them, below the second, and so on."""
+        changes: dict[int, int] = {}
+        for position, ranges in enumerate(self._sets):
+            for low, high in ranges:
+                for edge in (low, high + 1):
+                    changes[edge] = changes.get(edge, 0) ^ 1 << position
+        edges = sorted(changes)
+        here = [0]
+        for edge in edges:
+            here.append(here[-1] ^ changes[edge])
+        return edges, here
 
     def _useful(self) -> int:
         """The positions from which a pattern can still be matched."""
@@ -170,6 +177,7 @@ class Positions:
     def _repeat(self, node: Node, low: int, high: int | None) -> Piece:
         if high == 0:
             return _NOTHING
+        low = 0 if _may_be_empty(node) else low
         piece = _NOTHING
         for _ in range(low - (high is None)):
             piece = self._then(piece, self._piece(node))
@@ -177,12 +185,20 @@ class Positions:
             again = self._piece(node)
             self._link(again.last, again.first)
             return self._then(piece, again if low else again.optional())
-        # (x(x(x)?)?)? has one way on from each x, where x?x?x? has many; that one x is empty changes nothing.
+        # (x(x(x)?)?)? has one way on from each x, where x?x?x? has many. An empty x would add nothing.
         tail = _NOTHING
         for _ in range(high - low):
             one = self._piece(node)._replace(empty=False, empty_at_start=False)
             tail = self._then(one, tail).optional()
         return self._then(piece, tail)
+
+
+def _may_be_empty(node: Node) -> bool:
+    if isinstance(node, Repeat):
+        return node.low == 0 or _may_be_empty(node.node)
+    if isinstance(node, Choice):
+        return any(map(_may_be_empty, node.options))
+    return isinstance(node, Sequence) and all(map(_may_be_empty, node.parts))
 
 
 def _union(sets: Iterator[int]) -> int:

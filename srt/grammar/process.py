@@ -21,7 +21,7 @@ from sapwood.srt.channel import Inbox, Outbox
 from sapwood.srt.errors import Overloaded, Unavailable
 from sapwood.srt.grammar.child import Outcome, Setup
 from sapwood.srt.grammar.compiler import Compiler
-from sapwood.srt.grammar.kept import Kept, content
+from sapwood.srt.grammar.kept import Kept, content, tells_field
 from sapwood.srt.grammar.turns import Turns
 from sapwood.srt.lifeline import Lifeline
 from sapwood.srt.messages import Compile, Compiled, Forget, GrammarStats
@@ -158,11 +158,11 @@ class GrammarLoop:
         self._kept.keep(work.constraint, outcome)
         del self._by_content[content(work.constraint)]
         for call, (party, field) in work.callers.items():
-            if outcome.error is None or field == work.constraint.field:
+            if not tells_field(outcome) or field == work.constraint.field:
                 del self._calls[call]
                 self._waiting.drop(call)
                 self._answer(call, outcome)
-            else:  # what is wrong is told with the request's own field
+            else:  # what is wrong, or not enforced, is told with the request's own field
                 self._join(call, msgspec.structs.replace(work.constraint, field=field), party)
 
     def _answer(self, call: _Call, outcome: Outcome) -> None:

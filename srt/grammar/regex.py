@@ -61,8 +61,13 @@ Node = Chars | Sequence | Choice | Repeat | Anchor
 EMPTY = Sequence(())
 
 
+class NoPattern(ValueError):
+    """What is written is no pattern in any dialect."""
+
+
 def parse(pattern: str, properties: bool = True) -> Node:
-    """The tree of a pattern. Raises ValueError naming the construct that is not supported and where it is.
+    """The tree of a pattern. Raises ValueError naming the construct that is not supported and where it is, or
+    NoPattern saying what is wrong.
 
     Without `properties`, `\\p{...}` is not: its sets are large, and take a while to make.
     """
@@ -71,7 +76,7 @@ def parse(pattern: str, properties: bool = True) -> Node:
     reader = _Reader(pattern, properties)
     node = reader.choice(0)
     if reader.at < len(pattern):
-        raise reader.error("an unmatched )")
+        raise reader.broken("an unmatched )")
     if size(node) > MAX_SIZE:
         raise ValueError(f"the pattern's counted repeats stand for more than {MAX_SIZE} characters")
     return node
@@ -82,6 +87,15 @@ def size(node: Node) -> int:
     if isinstance(node, Repeat):
         return max(1, node.high if node.high is not None else node.low) * size(node.node)
     return 1 + sum(map(size, parts_of(node)))
+
+
+def shortest(node: Node) -> int:
+    """How many characters the shortest string of a tree has; of one that has none, about so many."""
+    if isinstance(node, Repeat):
+        return node.low * shortest(node.node) if node.low else 0
+    if isinstance(node, Choice):
+        return min(map(shortest, node.options), default=0)
+    return sum(map(shortest, parts_of(node))) + isinstance(node, Chars)
 
 
 def parts_of(tree: Any) -> tuple[Any, ...]:
@@ -139,6 +153,9 @@ class _Reader:
     def error(self, what: str, at: int | None = None) -> ValueError:
         return ValueError(f"{what} at position {self.at if at is None else at} is not supported")
 
+    def broken(self, what: str, at: int | None = None) -> NoPattern:
+        return NoPattern(f"no pattern: {what} at position {self.at if at is None else at}")
+
     def peek(self, count: int = 1) -> str:
         return self.pattern[self.at : self.at + count]
 
@@ -171,7 +188,7 @@ class _Reader:
         if char == "[":
             return Chars(self.set())
         if char in "*+?" or (char == "{" and self.counts() is not None):
-            raise self.error(f"a quantifier {char} with nothing before it")
+            raise self.broken(f"a quantifier {char} with nothing before it")
         if char == "\\":
             return Chars(self.escape(inside=False))
         self.take()
@@ -181,7 +198,7 @@ class _Reader:
 
     def single(self, char: str) -> Ranges:
         if 0xD800 <= ord(char) <= 0xDFFF:
-            raise self.error("a lone surrogate", self.at - 1)
+            raise self.broken("a lone surrogate", self.at - 1)
         return ((ord(char), ord(char)),)
 
     def group(self, depth: int) -> Node:
@@ -197,13 +214,13 @@ class _Reader:
             elif self.peek() == "<" or self.peek(2) == "P<":
                 name = self.pattern[self.at :].partition("<")[2].partition(">")[0]
                 if not name.isidentifier():
-                    raise self.error("a bad group name", start)
+                    raise self.broken("a bad group name", start)
                 self.at = self.pattern.index(">", self.at) + 1
             else:
                 raise self.error("an inline flag (?" + self.peek(), start)
         node = self.choice(depth + 1)
         if self.take() != ")":
-            raise self.error("an unmatched (", start)
+            raise self.broken("an unmatched (", start)
         return node
 
     def counts(self) -> tuple[int, int | None] | None:
@@ -219,7 +236,7 @@ class _Reader:
         if len(low) > 9 or len(high) > 9 or max(int(low), int(high or 0)) > MAX_REPEAT:
             raise self.error(f"a repeat {{{body}}} of more than {MAX_REPEAT}")
         if high and int(high) < int(low):
-            raise self.error(f"a repeat {{{body}}} with its bounds out of order")
+            raise self.broken(f"a repeat {{{body}}} with its bounds out of order")
         return int(low), (int(high) if high else None if comma else int(low))
 
     def quantified(self, node: Node, start: int) -> Node:
@@ -235,7 +252,7 @@ class _Reader:
         elif self.peek() == "+":
             raise self.error("a possessive quantifier +")
         if self.peek() in ("*", "+", "?") or (self.peek() == "{" and self.counts() is not None):
-            raise self.error(f"a quantifier {self.peek()} after a quantifier")
+            raise self.broken(f"a quantifier {self.peek()} after a quantifier")
         low, high = counts
         return Repeat(node, low, high)
 
@@ -248,7 +265,7 @@ class _Reader:
         pairs: list[tuple[int, int]] = []
         while self.peek() != "]":
             if not self.peek():
-                raise self.error("an unmatched [", start)
+                raise self.broken("an unmatched [", start)
             first = self.member()
             if self.peek() != "-" or self.peek(2) in ("-]", "-"):
                 pairs += first
@@ -259,7 +276,7 @@ class _Reader:
                 # As without u, and as everywhere where it is no error: a class is no end of a range.
                 pairs += [*first, (ord(dash), ord(dash)), *last]
             elif first[0][0] > last[0][0]:
-                raise self.error("a range with its ends out of order", at)
+                raise self.broken("a range with its ends out of order", at)
             else:
                 pairs.append((first[0][0], last[0][0]))
         self.take()
@@ -304,7 +321,7 @@ class _Reader:
                 digits = self.paired(digits)
         point = int(digits, 16) if wanted and set(digits) <= _HEX else -1
         if not 0 <= point <= charset.LAST or 0xD800 <= point <= 0xDFFF:
-            raise self.error(f"a bad escape \\{kind}{digits}", start)
+            raise self.broken(f"a bad escape \\{kind}{digits}", start)
         return point
 
     def paired(self, high: str) -> str:

@@ -18,6 +18,7 @@ from sapwood.srt.grammar.algebra import Algebra
 from sapwood.srt.grammar.form import ANY, EVERYTHING, Boolean, Document, Form, Null, Number, Ref, String
 from sapwood.srt.grammar.keywords import KEYWORDS, LENIENT, is_known
 from sapwood.srt.grammar.limits import MAX_ENUM, MAX_RULES, Budget, Inexact, TooMuch
+from sapwood.srt.grammar.unknown import unknown
 from sapwood.srt.grammar.words import Words
 
 _MAX_HEADS = 48
@@ -26,6 +27,7 @@ _MAX_AHEAD = 24
 """As many may wait when a part is looked into ahead of time."""
 _MAX_POINTER = 400
 """Characters of a pointer in an error."""
+_HINT = f'; "{LENIENT}": true at the top of the schema makes this a warning'
 
 
 def read(text: str, field: str) -> Document:
@@ -38,7 +40,10 @@ def read(text: str, field: str) -> Document:
     root = places.decode(text, field)
     reader = Reader(root, field)
     try:
+        reader.check_lenient()
         reader.check_enums()
+        for pointer, keyword, reason in unknown(reader.places):
+            reader.warn(pointer, keyword, reason)
         return finish.document(reader)
     except TooMuch as error:
         raise reader.refusal(*reader.where, str(error)) from None
@@ -87,8 +92,14 @@ class Reader:
         """The error for a place and a keyword."""
         at = places.below(pointer, keyword) if keyword else pointer
         at = at if len(at) <= _MAX_POINTER else f"{at[: _MAX_POINTER // 2]}...{at[-_MAX_POINTER // 2 :]}"
-        said = f"{keyword}: {reason}" if keyword and not reason.startswith(keyword) else reason
-        return BadRequest(f"{self.field} at {at or '/'}: {said}", param=self.field)
+        return BadRequest(f"{self.field} at {at or 'the top'}: {reason}", param=self.field)
+
+    def check_lenient(self) -> None:
+        """Raise BadRequest if the schema's flag of leniency is none."""
+        value = self.places.root.get(LENIENT, False) if isinstance(self.places.root, dict) else False
+        if not isinstance(value, bool):
+            reason = f"{LENIENT} must be true or false, got {wellformed.shown(value)}"
+            raise self.refusal("", LENIENT, reason)
 
     def check_enums(self) -> None:
         """Raise BadRequest if the enums have too many values in all."""
@@ -254,12 +265,15 @@ class Reader:
     def inexact(self, pointer: str, keyword: str, reason: str) -> None:
         """Refuse what cannot be enforced or, if lenient, warn."""
         if not self.lenient:
-            raise self.refusal(pointer, keyword, reason)
+            raise self.refusal(pointer, keyword, reason + _HINT)
         self.warn(pointer, keyword, reason)
 
     def warn(self, pointer: str, keyword: str, reason: str) -> None:
-        """Note what is not enforced."""
-        self.warnings[f"{self.refusal(pointer, keyword, reason).message}; not enforced"] = None
+        """Note what is not enforced, or what is narrower for it."""
+        known = KEYWORDS.get(keyword)
+        effect = known.unenforced if known is not None else ""
+        message = self.refusal(pointer, keyword, reason).message
+        self.warnings[f"{message}; {effect or 'not enforced'}"] = None
 
     def _read(self, pointer: str) -> Form:
         schema = self.places.at(pointer)

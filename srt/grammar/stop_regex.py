@@ -16,7 +16,7 @@ MAX_MATCH = 1024
 """Characters of a match: what begins earlier is no longer a part of one, and need not be held back."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def automaton(patterns: tuple[str, ...]) -> Positions:
     """The patterns of one request. Raises BadRequest naming the one that is not supported, and why."""
     nodes = [_read(pattern) for pattern in patterns]
@@ -32,7 +32,8 @@ def automaton(patterns: tuple[str, ...]) -> Positions:
         raise _refused(f"{patterns[number]!r} can match nothing")
     if positions.steps > MAX_STEPS:
         raise _refused(
-            f"has {positions.steps} ways from one of its characters to the next, above the limit of {MAX_STEPS}"
+            f"has {positions.steps} ways from one of its characters to the next, above the limit of"
+            f" {MAX_STEPS}"
         )
     return positions
 

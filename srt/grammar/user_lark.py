@@ -12,7 +12,7 @@ from sapwood.srt.grammar.limits import MAX_DEPTH
 
 MAX_NESTED = 1000
 """Rules, and brackets within each other in each: the engine reads one within the other, on its stack."""
-_LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:(?!:))", re.MULTILINE)
+_LARK = re.compile(r"^[ \t]*(%llguidance\b|!?\??start[ \t]*:(?!:))", re.MULTILINE)
 _TOKEN = re.compile(
     r"(?P<space>\s+|#[^\n]*|//[^\n]*)"
     r'|(?P<text>"(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})|[^"\\\x00-\x1f\x7f])*"i?)'

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from sapwood.srt.cache.node import Node
 from sapwood.srt.messages import Admitted, Verdict
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.state import State
@@ -94,7 +95,7 @@ def _seat(state: State, sequence: Sequence, promised: int) -> Admission | None:
         tree.note_hit(found.node, request.priority)
         reads: Literal["logprobs", "pooling"] = "pooling" if request.params.pooling else "logprobs"
         told = verdict(state, request.namespace, ids, limit, reads, request.unsalted)
-        _first_admission(state, request, told)
+        _first_admission(state, request, told, found.node)
     row = rows.seat(sequence, found.slots, found.node)
     if not request.forked:
         state.reserved_rows += request.rows_held(rows.capacity) - 1
@@ -131,8 +132,16 @@ def _promised(state: State) -> int:
     return int((rest + state.outputs.of(rows.limit[active] - rows.length[active])).sum())
 
 
-def _first_admission(state: State, request: Request, verdict: Verdict) -> None:
+def _first_admission(state: State, request: Request, verdict: Verdict, node: Node) -> None:
+    """The request begins, with the cached path to `node`."""
     request.admitted = True
+    if request.program is not None:
+        counts = request.program.counts
+        counts.requests += 1
+        counts.prompt_tokens += len(request.prompt)
+        counts.cached_tokens += verdict.matched
+        if node.namespace == request.namespace:
+            state.programs.found(request.program, node)
     counters = state.counters
     counters.prompt_tokens_cached += verdict.matched
     saved = verdict.matched * counters.seconds_per_prompt_token

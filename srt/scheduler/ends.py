@@ -64,8 +64,11 @@ def _retain(state: State, request: Request, node: Node) -> None:
         if node.depth == len(request.prompt):
             state.tree.list_prefix(node)
             state.keep_room(state.tree.listed_tokens)
-    elif request.keep > 0:
+        return
+    if request.keep > 0:
         state.tree.pin(node, state.clock() + request.keep)
+    if request.program is not None and not state.config.disable_radix_cache:
+        state.programs.left(request.program, node)
 
 
 def finish(
@@ -92,6 +95,8 @@ def finish(
         state.waiting.pop(sequence.key, None)
     state.queue.discard(sequence)
     del state.sequences[sequence.key]
+    if request.program is not None:
+        request.program.counts.output_tokens += n
     if reason in ("stop", "length"):
         state.outputs.ended(n, request.max_tokens)
         state.drafts.keep(request, sequence.ids[: len(request.prompt) + n])
@@ -109,6 +114,8 @@ def _leave(state: State, request: Request, choices: int) -> None:
         return
     del state.requests[request.key]
     state.grammars.leave(request)
+    if request.program is not None:
+        state.programs.leave(request.program)
     if state.config.disable_radix_cache:
         state.tree.flush(request.namespace)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.srt.scheduler.lines import Line
+from sapwood.srt.scheduler.lines import Line, by_program
 from sapwood.srt.scheduler.request import Sequence
 
 OUTPUT_WEIGHT = 2
@@ -34,7 +34,7 @@ class Tenants:
     def line_of(self, sequence: Sequence) -> Line:
         number = sequence.request.tenant
         while len(self._lines) <= number:
-            line = Line(*self._bounds, by_match=True)
+            line = Line(*self._bounds, by_program, by_match=True)
             self._numbers[line] = len(self._lines)
             self._lines.append(line)
         if len(self._lines) > len(self._used):

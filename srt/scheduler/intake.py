@@ -8,6 +8,7 @@ from sapwood.srt.messages import Cancel, Done, GrammarLoaded, Refused, StopAt, S
 from sapwood.srt.namespaces import LISTED
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.scheduler.ends import finish
+from sapwood.srt.scheduler.programs import Place
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.results import output_count
 from sapwood.srt.scheduler.state import State
@@ -31,12 +32,14 @@ def submit(state: State, message: Submit) -> None:
         state.tell(message.tokenizer, Refused(message.key, e.info()))
         return
     params, scheduling = message.params, message.scheduling
+    reads_from = params.reads_from(len(prompt))
+    computed = len(prompt) - 1 if params.judges_last and reads_from >= 0 else len(prompt)
     sign = 1 if state.config.schedule_low_priority_values_first else -1
     request = Request(
         key=message.key,
         tokenizer=message.tokenizer,
         rid=message.rid,
-        prompt=prompt,
+        prompt=prompt[:computed],
         params=params,
         namespace=f"\0{message.key}" if state.config.disable_radix_cache else message.namespace,
         seed=params.seed if params.seed is not None else state.seeds.getrandbits(63),
@@ -49,8 +52,10 @@ def submit(state: State, message: Submit) -> None:
         tenant=state.tenants.setdefault(scheduling.tenant, len(state.tenants)),
         keep=scheduling.keep,
         unsalted=scheduling.unsalted,
-        reads_from=params.reads_from(len(prompt)),
+        reads_from=reads_from,
+        judged=message.ids[4 * computed :],
         forked=params.n == 1,
+        program=state.programs.of(Place(message.namespace, scheduling.tenant, scheduling.program)),
         grammar=message.grammar if max_tokens else None,
     )
     state.orders += 1
@@ -63,6 +68,8 @@ def enqueue(state: State, request: Request) -> None:
     first = Sequence(request, 0, request.prompt)
     if request.grammar is not None:
         state.grammars.join(request)
+    if request.program is not None:
+        state.programs.join(request.program, request.order)
     state.requests[request.key] = request
     state.sequences[first.key] = first
     state.wait(first)
@@ -124,7 +131,7 @@ def stop_at(state: State, message: StopAt) -> None:
     sequence = state.sequences.get(message.key + message.choice)
     if sequence is not None:
         n = output_count(state, sequence)
-        state.counters.surplus_tokens += max(0, n - message.n)
+        state.surplus(sequence.request.program, max(0, n - message.n))
         finish(state, sequence, min(message.n, n), "stop")
 
 

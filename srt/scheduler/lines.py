@@ -39,6 +39,13 @@ def by_arrival(sequence: Sequence) -> Rank:
     return sequence.request.order, sequence.choice
 
 
+def by_program(sequence: Sequence) -> Rank:
+    """The requests of a program next to each other, where its first one would be; of one, by arrival."""
+    request = sequence.request
+    first = request.order if request.program is None else request.program.order
+    return first, *by_arrival(sequence)
+
+
 class Line:
     """Sequences that are ordered among each other: `rank` orders those at one spot; with `by_match` the
     spots with most cached tokens go first, else the one whose first sequence has the lowest rank. `base` is

@@ -38,6 +38,7 @@ from sapwood.srt.scheduler.estimate import OutputEstimate
 from sapwood.srt.scheduler.grammars import Grammars
 from sapwood.srt.scheduler.plan import plan
 from sapwood.srt.scheduler.policy import Queue
+from sapwood.srt.scheduler.programs import Programs
 from sapwood.srt.scheduler.recovery import Guard, carry_over
 from sapwood.srt.scheduler.rows import Rows
 from sapwood.srt.scheduler.state import State, step_budget
@@ -84,6 +85,7 @@ def _empty(
         seeds=seeds,
         clock=clock,
         drafts=Drafts.of(config),
+        programs=Programs(tree, pool, config.program_timeout, clock),
     )
 
 
@@ -129,6 +131,8 @@ class Scheduler:
     def advance(self) -> None:
         """End what has waited too long; plan and send what can be planned now."""
         intake.expire(self.state)
+        self.state.programs.expire(self.state.clock())
+        questions.answer_endings(self.state)
         if not self._has_worker:
             return
         orders, self.state.grammars.orders = self.state.grammars.orders, []
@@ -342,11 +346,11 @@ class SchedulerProcess:
     def _patience(self) -> float | None:
         """Seconds to wait for messages; None: for ever."""
         state = self._scheduler.state
-        over = state.deadlines.next()
+        over = [state.deadlines.next(), state.programs.next()]
         waits = [
             None if self._posts.flush() else RETRY_SECONDS,
             STATS_SECONDS if self._reporter.stale(state) else None,
-            None if over is None else max(0.0, over - state.clock()),
+            *(None if when is None else max(0.0, when - state.clock()) for when in over),
             self._guard.patience(),
         ]
         return min((seconds for seconds in waits if seconds is not None), default=None)

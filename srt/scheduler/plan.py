@@ -186,6 +186,7 @@ def _emit(
             extends=np.array([False] * num_decodes + [not draft for draft in spans.drafts], dtype=np.bool_),
             samples=samples,
             drafts=proposed,
+            part=state.programs.part(rows, step_rows, starts),
             prompt_tokens=sum(c for c, draft in zip(spans.counts, spans.drafts, strict=True) if not draft),
             tokens=sum(spans.counts) + num_decodes,
         )
@@ -222,8 +223,8 @@ def _row_start(state: State, admitted: admission.Admission) -> RowStart:
         params=params,
         seed=request.seed,
         choice=sequence.choice,
-        prompt_len=len(request.prompt),
-        history=messages.pack(sequence.ids) if followed else b"",
+        prompt_len=request.sent,
+        history=messages.pack(sequence.ids) + request.judged if followed else b"",
         read_from=request.reads_from + 1 if reads else -1,
         grammar=state.grammars.name(request.grammar) if request.grammar is not None else b"",
     )

@@ -25,7 +25,7 @@ from sapwood.srt.cache.radix import RadixTree
 from sapwood.srt.config import Config
 from sapwood.srt.scheduler.estimate import OutputEstimate
 from sapwood.srt.scheduler.fairness import Tenants
-from sapwood.srt.scheduler.lines import DepthFirst, Line, Rank, by_arrival
+from sapwood.srt.scheduler.lines import DepthFirst, Line, Rank, by_arrival, by_program
 from sapwood.srt.scheduler.request import Sequence
 from sapwood.srt.scheduler.spots import Spot, Spots
 
@@ -40,7 +40,7 @@ be no end of such."""
 
 def by_output(sequence: Sequence) -> Rank:
     """The longest output first."""
-    return -sequence.request.max_tokens, *by_arrival(sequence)
+    return -sequence.request.max_tokens, *by_program(sequence)
 
 
 class Policy(Protocol):
@@ -96,7 +96,7 @@ class Priorities:
         rank = sequence.request.urgency
         line = self._lines.get(rank)
         if line is None:
-            line = self._lines[rank] = Line(*self._bounds, by_match=True)
+            line = self._lines[rank] = Line(*self._bounds, by_program, by_match=True)
             insort(self._ranks, rank)
         return line
 
@@ -133,8 +133,10 @@ def choose(config: Config, base: int, share: float) -> Policy:
             return OneLine(DepthFirst(base, max(share, BATCH_SHARE)))
         case "lof":
             return OneLine(Line(base, share, by_output))
-        case policy:
-            return OneLine(Line(base, share, by_match=policy == "lpm"))
+        case "lpm":
+            return OneLine(Line(base, share, by_program, by_match=True))
+        case _:
+            return OneLine(Line(base, share, by_arrival))
 
 
 class Queue:

@@ -112,6 +112,8 @@ def retract(state: State, row: int) -> None:
     assert sequence is not None
     sequence.pending = int(rows.inflight[row]) + int(rows.busy[row])
     sequence.resumed = True
+    # Drafts in flight are not known to be its tokens.
+    sequence.known = max(sequence.known, int(rows.planned[row] - rows.proposed[row]))
     release(state, row, int(rows.done[row]))
     rows.vacate(row)
     # Held on while it waits, they might be what the one that goes next needs.
@@ -119,3 +121,5 @@ def retract(state: State, row: int) -> None:
     state.queue.discard(sequence)
     state.wait(sequence)
     state.counters.retracted += 1
+    if sequence.request.program is not None:
+        sequence.request.program.counts.retracted += 1

@@ -1,16 +1,19 @@
-"""Answers to questions about the cache and the state. None of them changes anything, but "flush"."""
+"""Answers to questions about the cache and the state. None of them changes anything, but "flush", and
+"program" with `end`."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TypeVar
 
 import msgspec
 
 from sapwood.srt import namespaces
-from sapwood.srt.errors import BadRequest, ErrorInfo, SapwoodError
+from sapwood.srt.errors import BadRequest, ErrorInfo, ProgramNotFound, SapwoodError
 from sapwood.srt.messages import Answer, Ask, IdsPrompt
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.scheduler.admission import verdict
+from sapwood.srt.scheduler.programs import Ending, Place, Program
 from sapwood.srt.scheduler.state import State
 
 MAX_SEGMENTS = 100
@@ -41,8 +44,16 @@ class TreeOptions(msgspec.Struct, forbid_unknown_fields=True):
     namespace: str | None = None
 
 
+class ProgramOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Which program of the namespace; with `end` it is ended."""
+
+    program: str
+    tenant: str = ""
+    end: bool = False
+
+
 def ask(state: State, message: Ask) -> None:
-    """Answer a question; one that cannot be answered gets its error."""
+    """Answer a question, but the end of a program later; one that cannot be answered gets its error."""
     error: ErrorInfo | None = None
     data: dict[str, Any] = {}
     try:
@@ -54,6 +65,13 @@ def ask(state: State, message: Ask) -> None:
                 data = _explain(state, message)
             case "tree":
                 data = _tree(state, _options(message, TreeOptions))
+            case "program":
+                options = _options(message, ProgramOptions)
+                program = _program(state, message.namespace, options)
+                if options.end:
+                    _end(state, message, program)
+                    return
+                data = _counts(program)
             case "state" | "check":
                 data = _state(state)
             case _:
@@ -65,6 +83,46 @@ def ask(state: State, message: Ask) -> None:
     except SapwoodError as e:
         error = e.info()
     state.tell(message.tokenizer, Answer(message.call, error, data))
+
+
+def answer_endings(state: State) -> None:
+    """Answer who has ended programs of which no step is in flight any more. O(1) if nobody has."""
+    endings = state.programs.endings
+    if not endings:
+        return
+    first = state.in_flight[0].number if state.in_flight else None
+    due = [ending for ending in endings if first is None or ending.number < first]
+    state.programs.endings = [ending for ending in endings if ending not in due]
+    for ask, program, released, _ in due:
+        state.tell(ask.tokenizer, Answer(ask.call, None, {**_counts(program), "released_tokens": released}))
+
+
+def _program(state: State, namespace: str, options: ProgramOptions) -> Program:
+    state.programs.expire(state.clock())
+    program = state.programs.find(Place(namespace, options.tenant, options.program))
+    if program is None:
+        raise ProgramNotFound(
+            f"there is no program {options.program!r}: none of its requests has come, it was ended, or none "
+            f"has run for {state.config.program_timeout:g} s (--program-timeout)",
+            param="program",
+        )
+    return program
+
+
+def _end(state: State, message: Ask, program: Program) -> None:
+    """End it now, and answer when the steps that work for it are taken in, so that they are counted."""
+    released = state.programs.end(program)
+    theirs = [
+        sent.number
+        for sent in state.in_flight
+        if sent.part is not None and bool((sent.part.numbers == program.number).any())
+    ]
+    state.programs.endings.append(Ending(message, program, released, max(theirs, default=-1)))
+    answer_endings(state)
+
+
+def _counts(program: Program) -> dict[str, Any]:
+    return {"program": program.place.name, **dataclasses.asdict(program.counts)}
 
 
 def _options(message: Ask, kind: type[T]) -> T:

@@ -127,6 +127,7 @@ def carry_over(old: State, new: State, error: ErrorInfo, waiting_too: bool) -> N
     new.counters, new.tombstones, new.orders = old.counters, old.tombstones, old.orders
     new.outgoing, new.deadlines = old.outgoing, old.deadlines
     new.tenants = old.tenants
+    new.programs.take_over(old.programs)
     # Prefixes are listed again while others are served already.
     new.keep_room(old.listed_tokens)
     # Of both, as nobody knows which of them is right if they differ.
@@ -136,7 +137,7 @@ def carry_over(old: State, new: State, error: ErrorInfo, waiting_too: bool) -> N
             _fail(old, new, request, error)
             continue
         try:
-            request.max_tokens = intake.room(new, len(request.prompt), request.params)
+            request.max_tokens = intake.room(new, request.sent, request.params)
         except ContextTooLong as e:
             request.live = 0
             new.tell(request.tokenizer, Refused(request.key, e.info()))
@@ -154,3 +155,5 @@ def _fail(old: State, new: State, request: Request, error: ErrorInfo) -> None:
         if not ended[choice] or all(ended):
             n = output_count(old, sequence) if sequence is not None else 0
             new.tell(request.tokenizer, Done(request.key, choice, n, "error", None, error))
+            if request.program is not None:
+                request.program.counts.output_tokens += n

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.srt.messages import Grammar
+from sapwood.srt.messages import Grammar, Ids
 from sapwood.srt.params import SamplingParams
 
 if TYPE_CHECKING:
     from sapwood.srt.scheduler.acceptance import Drafting
     from sapwood.srt.scheduler.lines import Line
+    from sapwood.srt.scheduler.programs import Program
     from sapwood.srt.scheduler.spots import Spot
 
 Int32s = npt.NDArray[np.int32]
@@ -32,6 +33,7 @@ class Request:
     state is told by row. `reads_from`
     is the first prompt position whose hidden state is still to be read for more than that (-1: none is). It
     moves on as values are told: those told before a retraction are not computed again, let alone told.
+    `judged` is the token after the prompt, if there is one, that only gets its logprob.
     """
 
     key: int
@@ -51,8 +53,10 @@ class Request:
     keep: float = 0.0
     unsalted: str | None = None
     reads_from: int = -1
+    judged: Ids = b""
     admitted: bool = False
     forked: bool = False
+    program: Program | None = None
     grammar: Grammar | None = None
     loading: bool = False
 
@@ -60,6 +64,11 @@ class Request:
     def ignores_eos(self) -> bool:
         """Whether EOS does not end it: a grammar allows EOS at its end only."""
         return self.params.ignore_eos and self.grammar is None
+
+    @property
+    def sent(self) -> int:
+        """Tokens that its tokenizer has sent: what is told is told of these."""
+        return len(self.prompt) + len(self.judged) // 4
 
     def rows_held(self, capacity: int) -> int:
         """How many of `capacity` rows its choices take up once they fork."""
@@ -79,7 +88,8 @@ class Sequence:
     Running, with `computes`, it has a spot as long as it puts into the tree what others may wait for.
 
     Of its tokens `drafted` had been proposed, and `accepted` of these were drawn; `drafting` is how well that
-    went. `forced` are the tokens that its grammar leaves no choice of, after the last one known.
+    went. `forced` are the tokens that its grammar leaves no choice of, after the last one known. Its first
+    `known` tokens have been computed before, in a row that it has no more, or for another choice.
     """
 
     request: Request
@@ -91,6 +101,7 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     drafting: Drafting | None = None
+    known: int = 0
     forced: bytes = b""
     spot: Spot | None = None
     line: Line | None = None

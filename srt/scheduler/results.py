@@ -132,6 +132,8 @@ def _count(state: State, sent: Sent, result: StepResult) -> None:
     counters = state.counters
     counters.steps += 1
     counters.prompt_tokens_computed += sent.prompt_tokens
+    if sent.part is not None:
+        state.programs.count(sent.part, sent.ends, sent.drafts)
     state.drafts.cost.saw(sent.tokens, sent.prompt_tokens, result.seconds)
     if not sent.prompt_tokens:
         state.row_cost.saw(sent.tokens, 0, result.seconds)
@@ -164,7 +166,7 @@ def _read(state: State, sent: Sent, read: RowRead) -> None:
     request, start, values = sequence.request, read.start, read.logprobs
     assert read.pooled or start == request.reads_from + 1, (start, request.reads_from)
     told = start + len(values)
-    request.reads_from = -1 if read.pooled or told >= len(request.prompt) else told - 1
+    request.reads_from = -1 if read.pooled or told >= request.sent else told - 1
     # No message is heavier than a frame, if one position is not: the tokenizer names one at a time.
     size = max(1, FRAME_WEIGHT * len(values) // weight(read))
     for at in range(0, len(values), size):
@@ -240,7 +242,7 @@ def _verified(
     rows.done[row] = rows.planned[row] = valid
     rows.private[row] -= planned - valid
     state.pool.free(rows.slots[row, valid:planned])
-    state.counters.surplus_tokens += len(ids) - taken
+    state.surplus(sequence.request.program, len(ids) - taken)
     drafts.verified(state, sequence, ids[:taken], bool(ended))
     return ended
 
@@ -259,7 +261,7 @@ def _late(
     if int(sent.rows[i]) in failed:
         return []
     if sequence is None or sequence.row >= 0:
-        state.counters.surplus_tokens += len(ids)
+        state.surplus(state.programs.whose(sent.part, i), len(ids))
         return []
     sequence.pending = 0
     if not sent.samples[i]:
@@ -275,6 +277,8 @@ def _late(
         ended = _take(state, sequence, ids, place, emitted)
         if sent.drafts is not None and sent.drafts[i]:
             taken = len(sequence.ids) - before
+            sequence.known += taken - 1
+            state.surplus(sequence.request.program, len(ids) - taken)
             drafts.verified(state, sequence, ids[:taken], bool(ended))
     state.wait(sequence)
     return ended
@@ -294,7 +298,7 @@ def _begin_choices(state: State, request: Request) -> None:
     """Choices 1 to n - 1 begin to wait, with the prompt alone, first in the queue."""
     request.forked = True
     for choice in range(1, request.params.n):
-        sequence = Sequence(request, choice, request.prompt, resumed=True)
+        sequence = Sequence(request, choice, request.prompt, resumed=True, known=len(request.prompt) - 1)
         state.sequences[sequence.key] = sequence
         state.wait(sequence)
 
@@ -319,7 +323,7 @@ def _fork(
         if choice == 0:
             sequence = source
         else:
-            sequence = Sequence(request, choice, prompt, resumed=True)
+            sequence = Sequence(request, choice, prompt, resumed=True, known=len(prompt))
             state.sequences[sequence.key] = sequence
         ended += _take(state, sequence, ids[choice : choice + 1], place + choice, emitted)
         if sequence.row >= 0:

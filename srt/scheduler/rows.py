@@ -55,6 +55,10 @@ class Rows:
         self.urgency = column(np.int64)
         self.prompt = column(np.int32)
         """Tokens of the request's prompt."""
+        self.program = column(np.int64)
+        """The number of the request's program, 0 without one."""
+        self.known = column(np.int32)
+        """Up to here its tokens had been computed before it was seated."""
         self.order = column(np.int64)
         self.private = column(np.int32)
         """Slots that belong to the row alone and not to the tree."""
@@ -93,7 +97,8 @@ class Rows:
         self.inflight[row] = self.private[row] = 0
         self.key[row], self.tokenizer[row] = sequence.key, request.tokenizer
         self.tenant[row], self.urgency[row] = request.tenant, request.urgency
-        self.prompt[row] = len(request.prompt)
+        self.prompt[row], self.known[row] = len(request.prompt), sequence.known
+        self.program[row] = request.program.number if request.program is not None else 0
         self.order[row] = self._admissions
         self._admissions += 1
         self.ids[row, :total] = sequence.ids

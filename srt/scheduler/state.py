@@ -28,6 +28,7 @@ from sapwood.srt.scheduler.deadlines import Deadlines
 from sapwood.srt.scheduler.estimate import OutputEstimate
 from sapwood.srt.scheduler.grammars import Grammars
 from sapwood.srt.scheduler.policy import Queue
+from sapwood.srt.scheduler.programs import Part, Program, Programs
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.rows import Rows
 from sapwood.srt.scheduler.shared import SharedPrefixes
@@ -46,7 +47,7 @@ def step_budget(config: Config, context_length: int) -> int:
 @dataclass(slots=True)
 class Sent:
     """What is remembered of a step in flight: its result is read against this, never against present rows.
-    `drafts` is None if no row has one."""
+    `drafts` is None if no row has one, `part` if none is a program's."""
 
     number: int
     rows: npt.NDArray[np.int32]
@@ -55,6 +56,7 @@ class Sent:
     extends: npt.NDArray[np.bool_]
     samples: npt.NDArray[np.int32]
     drafts: npt.NDArray[np.int32] | None
+    part: Part | None
     prompt_tokens: int
     tokens: int
 
@@ -94,6 +96,7 @@ class State:
     seeds: random.Random
     clock: Callable[[], float]
     drafts: Drafts
+    programs: Programs
     row_cost: StepCost = field(default_factory=lambda: StepCost(FIRST_ROW))
     """Of the steps without prompts: a token is a row."""
     grammars: Grammars = field(default_factory=Grammars)
@@ -143,6 +146,12 @@ class State:
         if sequence.queued:
             self.queue.add(sequence)
 
+    def surplus(self, program: Program | None, tokens: int) -> None:
+        """So many tokens that were drawn, for a request of this program, are in no answer."""
+        self.counters.surplus_tokens += tokens
+        if program is not None:
+            program.counts.surplus_tokens += tokens
+
     def tell(self, tokenizer: int, message: Any) -> None:
         """Queue a message for a tokenizer; what one step gives is sent as one frame."""
         self.outgoing.setdefault(tokenizer, []).append(message)
@@ -166,6 +175,8 @@ class State:
             seconds_saved=c.seconds_saved,
             drafted_tokens=c.drafted_tokens,
             accepted_tokens=c.accepted_tokens,
+            programs=len(self.programs),
+            slots_pinned=self.tree.pinned_tokens,
         )
 
     def private_slots(self) -> Iterator[npt.NDArray[np.int32]]:

@@ -21,6 +21,7 @@ from sapwood.srt.server import (
     health,
     native,
     openapi,
+    programs,
     structured,
     tokens,
 )
@@ -37,7 +38,7 @@ from sapwood.srt.server.service import Service
 _KINDS: list[type[msgspec.Struct]] = [
     ChatMessage, ChatRequest, ChatCompletion, ChatChunk, CompletionRequest, Completion,
     GenerateRequest, NativeSampling, Generated, AbortRequest, AbortAnswer,
-    *cache.KINDS, *embeddings.KINDS, *tokens.KINDS, *structured.KINDS,
+    *cache.KINDS, *embeddings.KINDS, *tokens.KINDS, *structured.KINDS, *programs.KINDS,
 ]  # fmt: skip
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -54,6 +55,7 @@ def create(service: Service, metrics: Metrics) -> FastAPI:
         embeddings.routes(service),
         tokens.routes(service),
         cache.routes(service),
+        programs.routes(service),
         structured.routes(service),
         control.routes(service, metrics),
         health.routes(service),

@@ -17,10 +17,12 @@ from sapwood.srt.params import (
 from sapwood.srt.server.chat_prompt import MAX_MESSAGES
 from sapwood.srt.server.constraints import KINDS, MAX_WHITESPACE
 from sapwood.srt.server.sampling import MAX_NAME_CHARS, MAX_TIMEOUT
+from sapwood.srt.server.score import MAX_CHOICES, OF_OUTPUT
 from sapwood.srt.server.service import ANY_MODEL, Service
 from sapwood.srt.server.tenants import (
     MAX_KEEP,
     MAX_PRIORITY,
+    MAX_PROGRAM_CHARS,
     MAX_QUEUE_TIMEOUT,
     MAX_SALT_CHARS,
     MIN_PRIORITY,
@@ -35,6 +37,7 @@ _LOGPROBS = {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}
 _TOKENS = {"minimum": 0, "maximum": _INT32}
 _AT_LEAST_ONE = {"minimum": 1, "maximum": _INT32}
 _STOP = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOPS: Schema = {**_STOP, "maxItems": MAX_STOPS, "items": {"type": "string", **_STOP}}
 
 _TYPES = ("text", "json_object")
 _RESPONSE_FORMAT: Schema = {
@@ -70,7 +73,8 @@ _FIELDS: dict[str, Schema] = {
         "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
-    "stop": {**_STOP, "maxItems": MAX_STOPS, "items": {"type": "string", **_STOP}},
+    "stop": _STOPS,
+    "stop_regex": _STOPS,
     "logprobs": _LOGPROBS,
     "top_logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
@@ -82,12 +86,14 @@ _FIELDS: dict[str, Schema] = {
     "keep": {"minimum": 0, "maximum": MAX_KEEP},
     "rid": {"pattern": f"^[!-~]{{1,{MAX_NAME_CHARS}}}$"},
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT_CHARS},
+    "program": {"pattern": f"^[!-~]{{1,{MAX_PROGRAM_CHARS}}}$"},
     "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
     "tools": {"maxItems": MAX_TOOLS},
     "json_whitespace": {"minimum": 0, "maximum": MAX_WHITESPACE},
     "choices": {"minItems": 1},
     "guided_choice": {"minItems": 1},
     "response_format": _RESPONSE_FORMAT,
+    "score": {"minItems": 1, "maxItems": MAX_CHOICES},
 }
 """Of the fields of that name in every request; null is allowed all the same."""
 
@@ -133,6 +139,17 @@ def _at_most_one(names: Sequence[str]) -> Schema:
 
 
 _ONE_CONSTRAINT = _at_most_one([*KINDS, "structured_outputs"])
+_SCORED: Schema = {
+    "anyOf": [
+        _fields(score=_NULL),
+        _fields(
+            text={"not": {"type": "array"}},
+            input_ids={"not": {"type": "array", "minItems": 1, "items": {"type": "array"}}},
+            **{name: {"enum": [None, False]} for name in OF_OUTPUT},
+        ),
+    ]
+}
+"""Choices come after one prompt, and nothing is drawn."""
 _STREAMED = [_needs("stream_options", "stream")]
 
 _TOGETHER: dict[str, list[Schema]] = {
@@ -141,7 +158,7 @@ _TOGETHER: dict[str, list[Schema]] = {
     "ChatRequest": [_ONE_END, _needs("top_logprobs", "logprobs"), _ONE_CONSTRAINT, *_STREAMED],
     "CompletionRequest": [_ONE_CONSTRAINT, *_STREAMED],
     "NativeSampling": [_ONE_CONSTRAINT],
-    "GenerateRequest": [{"oneOf": [_with("text", input_ids=_NULL), _with("input_ids", text=_NULL)]}],
+    "GenerateRequest": [{"oneOf": [_with("text", input_ids=_NULL), _with("input_ids", text=_NULL)]}, _SCORED],
     "TokenizeRequest": [_prompt_or_chat({"enum": [None, False]}), _ONE_END],
     "ExplainRequest": [_prompt_or_chat(_NULL), _ONE_END],
 }
@@ -174,5 +191,7 @@ def tighten(components: dict[str, Schema], requests: Sequence[str], service: Ser
         if name in _TOGETHER:
             components[name]["allOf"] = _TOGETHER[name]
     components["CompletionRequest"]["properties"]["prompt"] = prompts
+    choice = {"anyOf": [{"type": "string", "minLength": 1}, ids]}
+    components["GenerateRequest"]["properties"]["score"]["items"] = choice
     components["ExplainRequest"]["properties"]["prompt"].update(minItems=1, items=token)
     components["ChatRequest"]["properties"]["max_tokens"].update(_AT_LEAST_ONE)

@@ -31,7 +31,7 @@ from sapwood.srt.server.answers import (
     incomplete_report,
 )
 from sapwood.srt.server.chat_prompt import prompt_of
-from sapwood.srt.server.demands import of_chat
+from sapwood.srt.server.demands import Demands, of_chat
 from sapwood.srt.server.openapi import json_body
 from sapwood.srt.server.outcome import ChoiceSoFar, Outcome
 from sapwood.srt.server.protocol import ChatRequest
@@ -90,8 +90,9 @@ def answer(service: Service, body: ChatRequest, key: bytes) -> Reply:
         constraint=demands.constraint,
         parsing=demands.parsing,
     )
-    shape = ChatShape(body, name, service.model, params.n)
-    return Reply(streams, shape, streamed=streamed, field="messages", rename=demands.rename)
+    shape = ChatShape(body, name, service.model, params.n, demands)
+    rename = None if demands.names is None else demands.names.error
+    return Reply(streams, shape, streamed=streamed, field="messages", rename=rename)
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -117,7 +118,9 @@ def _reading(body: ChatRequest) -> Reading:
 class ChatShape:
     """A chat completion, whole or in chunks: a role chunk, deltas, and one finish chunk for each choice."""
 
-    def __init__(self, body: ChatRequest, name: str, model: str, n: int) -> None:
+    def __init__(self, body: ChatRequest, name: str, model: str, n: int, demands: Demands) -> None:
+        self._names = demands.names
+        self._calls_only = demands.parsing is not None and demands.parsing.calls_only
         self.outcome = Outcome(1, n, keep_logprobs=not body.stream)
         self._body = body
         self._name = name
@@ -131,7 +134,8 @@ class ChatShape:
     def parts(self) -> Iterator[ChatChoice]:
         for i, choice in enumerate(self.outcome.choices):
             finish = choice.ended
-            whole = ChatChoice(i, _message(choice), finish.reason, self._logprobs(choice.logprobs))
+            message, told = _message(choice, self._calls_only), self._logprobs(choice.logprobs)
+            whole = ChatChoice(i, message, finish.reason, told)
             whole.matched_stop, whole.incomplete = finish.matched, incomplete_report(finish)
             if self._body.return_token_ids:
                 whole.token_ids = choice.ids
@@ -143,10 +147,15 @@ class ChatShape:
         if self._body.prompt_logprobs is not None:
             read = self.outcome.prompt_logprobs[0]
             completion.prompt_logprobs = logprobs.prompt(read, self._body.prompt_logprobs)
-        completion.warnings = self.outcome.warnings
+        completion.warnings = self._warnings
         if self._body.return_token_ids:
             completion.prompt_token_ids = self.outcome.prompt_ids(0)
         return completion
+
+    @property
+    def _warnings(self) -> list[str] | UnsetType:
+        warnings, names = self.outcome.warnings, self._names
+        return warnings if names is None or warnings is UNSET else [names.warning(one) for one in warnings]
 
     def _logprobs(self, items: Sequence[TextLogprob]) -> ChatLogprobs | None:
         if not self._body.logprobs:
@@ -162,7 +171,7 @@ class ChatShape:
                     role = self._chunk(ChatChunkChoice(i, Delta(role="assistant", content="")))
                     if self._body.return_token_ids:
                         role.prompt_token_ids = self.outcome.prompt_ids(0)
-                    role.warnings = self.outcome.warnings
+                    role.warnings = self._warnings
                     yield role
             elif isinstance(event, Chunk):
                 mould = self._moulds.get(event.choice)
@@ -203,9 +212,9 @@ class ChatShape:
             yield ChatChunk(self._name, self._created, self._model, [], usage)
 
 
-def _message(choice: ChoiceSoFar) -> AnswerMessage:
+def _message(choice: ChoiceSoFar, calls_only: bool) -> AnswerMessage:
     text, reasoning = choice.text, "".join(choice.reasoning)
-    message = AnswerMessage(text if text or not choice.calls else None)
+    message = AnswerMessage(text if text or not (choice.calls or calls_only) else None)
     if reasoning:
         message.reasoning_content = reasoning
     if choice.calls:

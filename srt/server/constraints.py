@@ -22,7 +22,8 @@ Tag = str | dict[str, Any]
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """vLLM's object of constraints: exactly one of the first six. The others say what is so anyway."""
+    """vLLM's object of constraints: exactly one of the first six. The others say what is so anyway; what
+    they could ask for else is refused."""
 
     json: Schema | None = None
     regex: str | None = None
@@ -32,8 +33,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     structural_tag: Tag | None = None
     disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: Literal[False] | None = None
-    whitespace_pattern: None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 _FIELDS: tuple[tuple[str, Any], ...] = (
@@ -62,6 +63,19 @@ _STRUCTURED: dict[str, Kind] = {
     "structural_tag": "structural_tag",
 }  # fmt: skip
 """The same of vLLM's object."""
+
+_INSTEAD = {
+    "whitespace_pattern": "json_whitespace bounds white space",
+    "disable_additional_properties": "a schema says additionalProperties: false itself",
+}
+
+HOLDS: dict[str, str] = {
+    **KINDS,
+    **{f"structured_outputs.{name}": kind for name, kind in _STRUCTURED.items()},
+    "structured_outputs.json_object": "json_schema",
+    "response_format": "json_schema or structural_tag",
+}
+"""What each place of a request for constraints holds."""
 
 _SPACED: tuple[Kind, ...] = ("json_schema", "structural_tag")
 """Kinds in which `json_whitespace` has a meaning."""
@@ -148,6 +162,10 @@ def _of_fields(body: msgspec.Struct) -> Iterator[Found]:
 
 
 def _of_structured(given: StructuredOutputs) -> list[Found]:
+    for name, instead in _INSTEAD.items():
+        if getattr(given, name) not in (None, False):
+            where = f"structured_outputs.{name}"
+            raise BadRequest(f"{where} is not supported: {instead}", param=where, code="unsupported")
     found = []
     for name, kind in _STRUCTURED.items():
         value, where = getattr(given, name), f"structured_outputs.{name}"

@@ -5,12 +5,11 @@ Needs no web framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
-from sapwood.srt.errors import BadRequest, ErrorInfo
+from sapwood.srt.errors import BadRequest
 from sapwood.srt.params import Constraint, Parsing
 from sapwood.srt.server import constraints, formats, tool_tags
 from sapwood.srt.server.tools import Wanted
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Demands(NamedTuple):
-    """A constraint that comes with a chat begins after its reasoning. Errors about one that is made of
-    several fields call these as the request does after `rename`."""
+    """A constraint that comes with a chat begins after its reasoning. What is said about one that is made of
+    several fields calls these as the request does by its `names`."""
 
     constraint: Constraint | None = None
     parsing: Parsing | None = None
-    rename: Callable[[ErrorInfo], ErrorInfo] | None = None
+    names: tool_tags.Names | None = None
 
 
 def of_chat(service: Service, body: ChatRequest, wanted: Wanted) -> Demands:
@@ -41,7 +40,7 @@ def of_chat(service: Service, body: ChatRequest, wanted: Wanted) -> Demands:
         return Demands(_after(reasoning, constraint), _parsing(reasoning=reasoning))
     _check_beside_tools(constraint, wanted)
     form = formats.tool_format(config, source)
-    names = tool_tags.names(wanted, constraint)
+    names = tool_tags.Names(wanted, constraint)
     if constraint is not None or wanted.constrained:
         if constraint is None and not wanted.must:
             _check_enforceable(form, wanted)
@@ -60,6 +59,12 @@ def of_offline_chat(service: Service, body: ChatRequest, constraint: Constraint 
     return Demands(_after(reasoning, constraint), _parsing(reasoning=reasoning))
 
 
+def reasoned(service: Service, demands: Demands, template_kwargs: dict[str, Any] | None) -> Demands:
+    """The same of an output whose reasoning is told apart, if the model writes any."""
+    reasoning = formats.reasoning_format(service.config, service.source, template_kwargs or {})
+    return Demands(_after(reasoning, demands.constraint), _parsing(reasoning=reasoning), demands.names)
+
+
 def _after(reasoning: str, constraint: Constraint | None) -> Constraint | None:
     """The constraint behind the reasoning, if any; the tokenizer sees whether the prompt opens it."""
     if constraint is None or not reasoning:
@@ -68,8 +73,9 @@ def _after(reasoning: str, constraint: Constraint | None) -> Constraint | None:
 
 
 def _parsing(form: str = "", wanted: Wanted | None = None, reasoning: str = "") -> Parsing | None:
-    names = [] if wanted is None else wanted.names
-    return Parsing(form, names, reasoning) if form or reasoning else None
+    if wanted is None:
+        return Parsing(reasoning_format=reasoning) if reasoning else None
+    return Parsing(form, wanted.names, reasoning, calls_only=wanted.must)
 
 
 def _check_enforceable(form: str, wanted: Wanted) -> None:

@@ -54,6 +54,26 @@ def tool_format(config: Config, source: ModelSource) -> str:
     )
 
 
+def known(config: Config, source: ModelSource) -> tuple[str | None, str | None]:
+    """The formats of calls and of the reasoning; None: they are not told apart."""
+    try:
+        calls: str | None = tool_format(config, source)
+    except BadRequest:
+        calls = None
+    return calls, reasoning_format(config, source, {}) or None
+
+
+def facts(config: Config, source: ModelSource) -> dict[str, str]:
+    """What the start-up message says of chats, if there is a template for them."""
+    if source.chat_template is None or config.skip_tokenizer_init:
+        return {}
+    calls, reasoning = known(config, source)
+    told = "" if calls is None or knows_tools(source) else ", which the prompt explains"
+    return {"chats": f"calls of tools as {calls}{told}" if calls else "no calls of tools"} | {
+        "reasoning": f"told apart as {reasoning}" if reasoning else "none that is told apart"
+    }
+
+
 def reasoning_format(config: Config, source: ModelSource, template_kwargs: dict[str, Any]) -> str:
     """How the model writes its reasoning; empty if it has none, or if the request has switched it off."""
     if any(template_kwargs.get(name) is False for name in _SWITCHES):

@@ -8,22 +8,24 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from sapwood.srt.client import Prompt, Stream
 from sapwood.srt.errors import BadRequest, Conflict
-from sapwood.srt.messages import Chunk, Finish, IdsPrompt, Read, Started, TextPrompt
+from sapwood.srt.messages import Chunk, Finish, Read, Started, unpack
 from sapwood.srt.params import MAX_TOP_LOGPROBS, SamplingParams
-from sapwood.srt.server import constraints, native_protocol, refused, sampling
+from sapwood.srt.server import constraints, native_protocol, parts, refused, sampling
 from sapwood.srt.server.answers import cache_report, incomplete_report
-from sapwood.srt.server.demands import Demands
+from sapwood.srt.server.demands import Demands, reasoned
 from sapwood.srt.server.native_logprobs import NativeLogprobs
 from sapwood.srt.server.native_protocol import (
     AbortReason,
     Generated,
     GenerateRequest,
+    KeptReport,
     LengthReason,
     MetaInfo,
     NativeSampling,
@@ -49,6 +51,8 @@ def start(
 
     Raises BadRequest, Conflict, Overloaded, Unavailable.
     """
+    if body.separate_reasoning:
+        demands = [reasoned(service, one, body.chat_template_kwargs) for one in demands]
     n = params[0].n
     if any(p.n != n for p in params):
         raise BadRequest("n must be the same for every prompt of a request", param="sampling_params")
@@ -66,9 +70,13 @@ def start(
     return streams, NativeShape(body, streams, params)
 
 
-def prompts(service: Service, body: GenerateRequest) -> list[TextPrompt | IdsPrompt]:
-    if (body.text is None) == (body.input_ids is None):
-        raise BadRequest("exactly one of text and input_ids must be given", param="text")
+def prompts(service: Service, body: GenerateRequest) -> Sequence[Prompt]:
+    if sum(field is not None for field in (body.text, body.input_ids, body.input)) != 1:
+        raise BadRequest("exactly one of text, input_ids and input must be given", param="text")
+    if body.input is not None:
+        return [parts.prompt_of(service, body.input, body.chat_template_kwargs)]
+    if body.chat_template_kwargs:
+        raise BadRequest("chat_template_kwargs needs input", param="chat_template_kwargs")
     if body.text is not None:
         return service.prompts(body.text if isinstance(body.text, str) else [*body.text], "text")
     return service.prompts([*(body.input_ids or [])], "input_ids")
@@ -77,21 +85,41 @@ def prompts(service: Service, body: GenerateRequest) -> list[TextPrompt | IdsPro
 def sampling_params(body: GenerateRequest, prompts: int, vocab_size: int) -> list[SamplingParams]:
     """Checked parameters for each prompt. Raises BadRequest naming the field."""
     refused.check(body)
-    return [
-        native_protocol.sampling_params(one, reading, vocab_size)
-        for one, reading in zip(_sampling(body, prompts), _readings(body, prompts), strict=True)
-    ]
+    every = _sampling(body, prompts)
+    sampling.check_pattern_lists(one.stop_regex for one in every)
+    checked = []
+    for index, (one, reading) in enumerate(zip(every, _readings(body, prompts), strict=True)):
+        with _entry(body, index):
+            checked.append(native_protocol.sampling_params(one, reading, vocab_size))
+    return checked
 
 
 def demands(body: GenerateRequest, prompts: int, whitespace: int) -> list[Demands]:
     """The constraint of each prompt's output: what several share is read once. Raises BadRequest naming the
     field."""
     every = _sampling(body, prompts)
-    read = {
-        key: Demands(constraints.read(one, whitespace=whitespace, max_tokens=one.max_new_tokens))
-        for key, one in {id(one): one for one in every}.items()
-    }
+    read: dict[int, Demands] = {}
+    for index, one in enumerate(every):
+        if id(one) not in read:
+            with _entry(body, index):
+                found = constraints.read(one, whitespace=whitespace, max_tokens=one.max_new_tokens)
+            if found is not None and isinstance(body.sampling_params, list):
+                found = structs.replace(found, field=f"sampling_params[{index}].{found.field}")
+            read[id(one)] = Demands(found)
     return [read[id(one)] for one in every]
+
+
+@contextmanager
+def _entry(body: GenerateRequest, index: int) -> Iterator[None]:
+    """Errors about one entry of a list of `sampling_params` name it."""
+    try:
+        yield
+    except BadRequest as error:
+        if not isinstance(body.sampling_params, list):
+            raise
+        where = f"sampling_params[{index}]"
+        param = f"{where}.{error.param}" if error.param else where
+        raise BadRequest(f"{where}: {error.message}", param=param, code=error.code) from None
 
 
 def _sampling(body: GenerateRequest, prompts: int) -> list[NativeSampling]:
@@ -187,6 +215,7 @@ class NativeShape:
         self._streams = streams
         self._listed = body.batched or params[0].n > 1
         self._with_text = bool(body.return_text_in_logprobs)
+        self._with_ids = body.input is not None
         self._inputs: dict[int, NativeLogprobs] = {}
         self._begun: set[int] = set()
 
@@ -232,16 +261,24 @@ class NativeShape:
                 self._input(prompt).tell_input(meta)
             self._begun.add(index)
             NativeLogprobs(params, self._with_text).follow(choice.logprobs).tell_output(meta)
-        return Generated(choice.text, choice.ids, meta)
+        generated = Generated(choice.text, choice.ids, meta)
+        started = self.outcome.started[prompt]
+        if self._with_ids and started is not None and choice.finish is not None:
+            generated.input_ids = unpack(started.prompt_ids).tolist()
+        return generated
 
     def _tell_end(self, meta: MetaInfo, prompt: int, choice: ChoiceSoFar) -> None:
         started, finish = self.outcome.started[prompt], choice.finish
         if started is not None and started.warnings:
             meta.warnings = started.warnings
+        if started is not None and started.rewritten:
+            meta.rewritten = started.rewritten
         if choice.reasoning:
             meta.reasoning_content = "".join(choice.reasoning)
         if finish is not None:
             meta.incomplete = incomplete_report(finish)
+            if finish.kept is not None:
+                meta.kept = KeptReport(finish.kept.tokens, finish.kept.rest)
             if finish.drafted:
                 meta.drafted_tokens, meta.accepted_tokens = finish.drafted, finish.accepted
 

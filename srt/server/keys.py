@@ -45,6 +45,8 @@ ACCESS: dict[str, Access] = {
     "/detokenize": "user",
     "/abort_request": "user",
     "/cache/explain": "user",
+    "/programs/end": "user",
+    "/programs/{program:path}": "user",
     "/structured/support": "user",
     "/version": "user",
     "/openapi.json": "user",

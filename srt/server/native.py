@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from sapwood.srt.server import generation, guard, keys
+from sapwood.srt.server import generation, guard, keys, score
 from sapwood.srt.server.native_protocol import Generated, GenerateRequest
 from sapwood.srt.server.openapi import json_body
-from sapwood.srt.server.reply import Reply
+from sapwood.srt.server.reply import JsonAnswer, Reply, while_here
 from sapwood.srt.server.service import Service
 
 
@@ -20,6 +20,9 @@ def routes(service: Service) -> APIRouter:
     async def generate(request: Request) -> Response:
         service.require_ready()
         body = await guard.read(request, GenerateRequest, service.config.max_body_bytes)
+        if body.score is not None:
+            scored = await while_here(request, score.answer(service, body, keys.key_of(request)))
+            return JsonAnswer(scored, headers={"x-request-id": scored.meta_info.id})
         return answer(service, body, keys.key_of(request))
 
     return router

@@ -18,7 +18,7 @@ from sapwood.srt.server.tenants import PlaceFields
 DEFAULT_MAX_NEW_TOKENS = 128
 
 
-@refused.fields(refused.SAMPLING)
+@refused.fields(refused.NATIVE_SAMPLING)
 @constraints.fields
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`sampling_params` of one prompt; null means absent."""
@@ -34,6 +34,7 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -42,7 +43,7 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     sampling_seed: int | None = None
 
 
-class Segment(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class InputPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A message of a chat, or `special`, text whose special tokens are meant as such.
 
     A message has a `role`, and one of `text` and `content`, which is text, or a list of texts and lists of
@@ -63,15 +64,19 @@ class GenerateRequest(PlaceFields, forbid_unknown_fields=True, kw_only=True):
     and messages. Its answer has `input_ids`, the tokens of all of it. With `score` nothing is generated: the
     answer has the logprobs of each of these ways on.
 
+    With `separate_reasoning` the model's reasoning, if it writes any, is in `meta_info.reasoning_content` and
+    not in `text`; `output_ids` are the tokens of both.
+
     What is about logprobs may be a list too, with one entry for each prompt. `logprob_start_len` is the first
     prompt token whose logprob is told; -1: none is.
     """
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    input: list[int | str | list[int] | Segment] | None = None
+    input: list[int | str | list[int] | InputPart] | None = None
     score: list[str | list[int]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     return_logprob: bool | list[bool | None] | None = None
     top_logprobs_num: int | list[int | None] | None = None
@@ -85,6 +90,8 @@ class GenerateRequest(PlaceFields, forbid_unknown_fields=True, kw_only=True):
     @property
     def field(self) -> str:
         """Where its prompts are."""
+        if self.input is not None:
+            return "input"
         return "input_ids" if self.text is None else "text"
 
     @property
@@ -123,9 +130,10 @@ def sampling_params(given: NativeSampling, reading: Reading, vocab_size: int) ->
         logprob_start=reading.start,
         logprob_ids=[*reading.ids],
         stop=sampling.stop_list(given.stop),
+        stop_regex=sampling.stop_list(given.stop_regex),
         **values,
     )
-    return sampling.check_reading(params.check(vocab_size))
+    return sampling.check_reading(sampling.check_patterns(params.check(vocab_size)))
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
@@ -161,10 +169,20 @@ Triples = list[list[Triple] | None]
 """At each place several, as they were asked for; null for a prompt's first token."""
 
 
+class KeptReport(msgspec.Struct):
+    """Of an output that a stop string or pattern has cut: the text of its first `tokens` tokens and `rest`,
+    a part of what comes next, are all the text before the cut."""
+
+    tokens: int
+    rest: str
+
+
 class MetaInfo(msgspec.Struct):
     """Counts are tokens, `e2e_latency` seconds since the request arrived. Of the tokens `drafted_tokens` had
     been proposed, and `accepted_tokens` of these were drawn; they are there at the end, if there were drafts.
-    `incomplete` says where a constrained output was cut off.
+    `incomplete` says where a constrained output was cut off, `kept` which tokens a stop string has left.
+    `rewritten` are the messages of `input`, by their number among these from 0 on, at which the chat template
+    changed what came before, so that all up to there was tokenised anew.
 
     `input_...` is of the prompt's tokens from `logprob_start_len` on; `..._top_logprobs` has the most likely
     tokens, best first, `..._token_ids_logprobs` those of `token_ids_logprob`, in their order. `output_...` is
@@ -183,6 +201,8 @@ class MetaInfo(msgspec.Struct):
     warnings: list[str] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     incomplete: IncompleteReport | UnsetType = UNSET
+    kept: KeptReport | UnsetType = UNSET
+    rewritten: list[int] | UnsetType = UNSET
     input_token_logprobs: list[Triple] | UnsetType = UNSET
     output_token_logprobs: list[Triple] | UnsetType = UNSET
     input_top_logprobs: Triples | UnsetType = UNSET
@@ -191,11 +211,23 @@ class MetaInfo(msgspec.Struct):
     output_token_ids_logprobs: Triples | UnsetType = UNSET
 
 
+class Score(msgspec.Struct):
+    """The tokens of one choice of `score`, and each one's natural logprob after the prompt and those before
+    it; `texts` with `return_text_in_logprobs`."""
+
+    ids: list[int]
+    logprobs: list[float]
+    texts: list[str] | UnsetType = UNSET
+
+
 class Generated(msgspec.Struct):
     """One choice; in a stream all of its text and ids so far. `index` (prompt * n + choice) is there if
-    there are more."""
+    there are more. `input_ids` are the tokens of `input`, told at a choice's end, and those of a prompt with
+    `score`; `scores` are the answer to that, in its order."""
 
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
     index: int | UnsetType = UNSET
+    input_ids: list[int] | UnsetType = UNSET
+    scores: list[Score] | UnsetType = UNSET

@@ -25,7 +25,7 @@ from sapwood.srt.errors import ConfigError, ProcessDied, Unavailable
 from sapwood.srt.lifeline import Lifeline
 from sapwood.srt.metrics import Metrics
 from sapwood.srt.orders import Boot, Died, Drain, Restart, Serve, Trouble
-from sapwood.srt.server import app, request_log, shared_prefixes, throughput
+from sapwood.srt.server import app, formats, request_log, shared_prefixes, throughput
 from sapwood.srt.server.connection import Connection, most_connections
 from sapwood.srt.server.request_log import RequestLog
 from sapwood.srt.server.service import Service
@@ -143,6 +143,7 @@ class Server:
         self._lifeline.on_orphan = self._orphaned
         threading.Thread(target=self._hear, name="commands", daemon=True).start()
         facts = await shared_prefixes.compute(self._service, self._prefixes)
+        facts |= formats.facts(self._service.config, self._service.source)
         self._lifeline.ready(facts, self._service.max_request_tokens)
         reporting = asyncio.create_task(throughput.report(lambda: self._client.latest_stats))
         await serving

@@ -50,6 +50,7 @@ class CommonFields(PlaceFields, forbid_unknown_fields=True, kw_only=True):
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
+    stop_regex: Stop | None = None
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None

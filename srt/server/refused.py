@@ -27,6 +27,7 @@ ONE_MODEL = "is not supported: one model without adapters is served"
 NO_TRANSFER = "is not supported: prompts are computed and answered by one server"
 TEXT_ONLY = "is not supported: the model reads text only"
 NO_CODE = "is not supported: a request cannot bring code"
+_WHITE_SPACE = "is not supported: json_whitespace bounds white space"
 NO_SESSIONS = "is not supported: what a request shares with earlier ones is found by its prefix"
 
 EVERYWHERE: dict[str, Refused] = {
@@ -43,7 +44,6 @@ EVERYWHERE: dict[str, Refused] = {
 """Of `/generate` and the OpenAI routes (from SGLang)."""
 
 SAMPLING: dict[str, Refused] = {
-    "stop_regex": Refused("is not supported: stop takes plain strings", (None, [])),
     "no_stop_trim": Refused(
         "is not supported: the text ends before the stop string, which matched_stop has", (None, False)
     ),
@@ -53,6 +53,14 @@ SAMPLING: dict[str, Refused] = {
     "custom_params": Refused(NO_CODE),
 }
 """Of SGLang's `sampling_params`, which its OpenAI routes take too."""
+
+_NO_FORMAT = Refused("is not supported here: json_schema in sampling_params takes a schema")
+NATIVE_SAMPLING: dict[str, Refused] = {
+    **SAMPLING,
+    "response_format": _NO_FORMAT,
+    "guided_whitespace_pattern": Refused(_WHITE_SPACE),
+}
+"""Of the `sampling_params` of `/generate`."""
 
 NATIVE: dict[str, Refused] = {
     **EVERYWHERE,
@@ -64,6 +72,7 @@ NATIVE: dict[str, Refused] = {
     "log_metrics": Refused("is not supported: every request counts", (None, True)),
     "background": Refused("is not supported: a request ends with its connection", (None, False)),
     "conversation_id": Refused(NO_SESSIONS),
+    "response_format": _NO_FORMAT,
 }
 
 OPENAI: dict[str, Refused] = {
@@ -78,7 +87,7 @@ OPENAI: dict[str, Refused] = {
     ),
     "truncate_prompt_tokens": Refused("is not supported: cut the prompt before you send it"),
     "logits_processors": Refused(NO_CODE, (None, [])),
-    "guided_whitespace_pattern": Refused("is not supported: json_whitespace bounds white space"),
+    "guided_whitespace_pattern": Refused(_WHITE_SPACE),
     "guided_decoding_backend": Refused(
         "is not supported: there is one engine", (None, "auto", "guidance", "llguidance", "xgrammar")
     ),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sapwood.srt.client import Prompt
 from sapwood.srt.errors import BadRequest
+from sapwood.srt.grammar import stop_regex
 from sapwood.srt.messages import IdsPrompt
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.server.protocol import CommonFields
@@ -18,6 +19,8 @@ MAX_READ = 512
 """Logprobs of each prompt token in one answer: every choice tells them again."""
 MAX_TOLD = 4_000_000
 """Logprobs of output tokens in the answer to one request: each takes 250 bytes until it is sent."""
+MAX_PATTERN_LISTS = 16
+"""Different `stop_regex` in one request."""
 _RID = re.compile(f"[!-~]{{1,{MAX_NAME_CHARS}}}")
 
 _COPIED = (
@@ -66,9 +69,28 @@ def openai(
         logprob_start=reading.start,
         logprob_ids=[*reading.ids],
         stop=stop_list(request.stop),
+        stop_regex=stop_list(request.stop_regex),
         **values,
     )
-    return check_reading(params.check(vocab_size))
+    return check_reading(check_patterns(params.check(vocab_size)))
+
+
+def check_patterns(params: SamplingParams) -> SamplingParams:
+    """Refuse a `stop_regex` that cannot be looked for; BadRequest says why."""
+    if params.stop_regex:
+        stop_regex.automaton(tuple(params.stop_regex))
+    return params
+
+
+def check_pattern_lists(every: Iterable[str | list[str] | None]) -> None:
+    """Refuse prompts that have too many different `stop_regex`: each of these takes its time to read."""
+    different = {tuple(stop_list(one)) for one in every}.difference([()])
+    if len(different) > MAX_PATTERN_LISTS:
+        raise BadRequest(
+            f"the prompts of one request may have {MAX_PATTERN_LISTS} different stop_regex, got"
+            f" {len(different)}",
+            param="stop_regex",
+        )
 
 
 def check_reading(params: SamplingParams) -> SamplingParams:

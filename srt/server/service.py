@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ANY_MODEL = "default"
 MAX_CHOICES = 16_384
+QUESTIONS = 64
+"""At once to the tokenizer, of requests: it refuses more than a few hundred."""
 QUESTION_TOKENS = 65_536
 """Of the prompts whose texts are asked for at once, without the last of them."""
 
@@ -42,6 +44,8 @@ class Service:
         self.trouble = ""
         """Why nothing is computed at present, though it may be again: requests wait meanwhile."""
         self.requests: RequestLog | None = None
+        self.questions = asyncio.Semaphore(QUESTIONS)
+        """For those that belong to requests: as many as these may be, each waits for its turn here."""
 
     @property
     def longest(self) -> int:
@@ -113,7 +117,7 @@ class Service:
                 f"one request may have at most {MAX_CHOICES} choices (prompts times n), got {choices}",
                 param="n",
             )
-        sampling.check_told(items, self.longest, native=field in ("text", "input_ids"))
+        sampling.check_told(items, self.longest, native=field in ("text", "input_ids", "input"))
         # Counted here too: what has not reached the scheduler yet must not pile up without bound.
         limit = self.config.max_queued_requests
         room = limit + self.config.max_running_requests - self.client.live

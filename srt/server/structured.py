@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Response
 
-from sapwood.srt.errors import BadRequest
-from sapwood.srt.grammar import keywords
+from sapwood.srt.grammar import child, keywords, limits, regex
 from sapwood.srt.params import MAX_CONSTRAINT_BYTES
 from sapwood.srt.server import constraints, formats
 from sapwood.srt.server.openapi import json_answer
@@ -18,15 +17,31 @@ from sapwood.srt.server.service import Service
 
 class Support(msgspec.Struct):
     """`json_schema` goes keyword by keyword. `fields` are the request's fields of constraints, and what each
-    holds. The formats are those of this model; null: tool calls, or reasoning, are not told apart."""
+    holds; `limits` are those of other kinds, and of compiling any. The formats are those of this model; null:
+    tool calls, or reasoning, are not told apart."""
 
     json_schema: dict[str, Any]
     fields: dict[str, str]
+    limits: dict[str, float]
     max_bytes: int
     json_whitespace: int
     tool_call_format: str | None
     reasoning_format: str | None
 
+
+_LIMITS: dict[str, float] = {
+    "choices": limits.MAX_CHOICES,
+    "regex_characters": regex.MAX_CHARS,
+    "regex_groups": regex.MAX_DEPTH,
+    "regex_repeat": limits.MAX_REPEAT,
+    "regex_written_out": regex.MAX_SIZE,
+    "regex_shortest": limits.MAX_SHORTEST,
+    "ebnf_rules": limits.MAX_EBNF_RULES,
+    "ebnf_repeat": limits.MAX_REPEAT,
+    "compile_cpu_seconds": child.CPU_SECONDS,
+    "compile_seconds": child.WALL_SECONDS,
+    "compile_memory_bytes": child.MEMORY_BYTES,
+}
 
 KINDS: list[type[msgspec.Struct]] = [Support]
 
@@ -44,16 +59,12 @@ def routes(service: Service) -> APIRouter:
 
 def of(service: Service) -> Support:
     """What this server supports."""
-    config, source = service.config, service.source
-    try:
-        tool_format: str | None = formats.tool_format(config, source)
-    except BadRequest:
-        tool_format = None
+    config = service.config
     return Support(
         keywords.support(),
-        dict(constraints.KINDS),
+        constraints.HOLDS,
+        _LIMITS,
         MAX_CONSTRAINT_BYTES,
         config.json_whitespace,
-        tool_format,
-        formats.reasoning_format(config, source, {}) or None,
+        *formats.known(config, service.source),
     )

@@ -16,6 +16,7 @@ MAX_SALT_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 MAX_KEEP = 3600.0
 MAX_QUEUE_TIMEOUT = 86_400.0
+MAX_PROGRAM_CHARS = 128
 
 
 class PlaceFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -61,6 +62,7 @@ class Tenants:
                 keep=self._keep(fields.keep or 0.0),
                 queue_timeout=_queue_timeout(fields.queue_timeout),
                 unsalted=unsalted,
+                program=_program(fields.program),
             ),
         )
 
@@ -124,3 +126,15 @@ def _queue_timeout(seconds: float | None) -> float | None:
             param="queue_timeout",
         )
     return seconds
+
+
+def _program(name: str | None) -> str:
+    if name is None:
+        return ""
+    if not 1 <= len(name) <= MAX_PROGRAM_CHARS or not all("!" <= character <= "~" for character in name):
+        raise BadRequest(
+            f"program must have from 1 to {MAX_PROGRAM_CHARS} visible ASCII characters, "
+            f"got {name[: MAX_PROGRAM_CHARS + 1]!r}",
+            param="program",
+        )
+    return name

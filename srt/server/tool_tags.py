@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from msgspec import structs
@@ -73,23 +73,35 @@ def constraint(wanted: Wanted, form: str, whitespace: int, document: Constraint 
     return Constraint("structural_tag", text, document.field, document.whitespace)
 
 
-def names(wanted: Wanted, document: Constraint | None) -> Callable[[ErrorInfo], ErrorInfo]:
-    """Errors about such a tag with the fields of the request in place of the places in it."""
+class Names:
+    """Names places in such a tag as the request does of whose tools, and `document`, it was made."""
 
-    def name(number: str | None) -> str | None:
+    def __init__(self, wanted: Wanted, document: Constraint | None) -> None:
+        self._wanted = wanted
+        self._document = document
+
+    def error(self, error: ErrorInfo) -> ErrorInfo:
+        """An error about the tag as one about the request."""
+        found = self._found(error.message)
+        return error if found is None else structs.replace(error, message=found[1], param=found[0])
+
+    def warning(self, text: str) -> str:
+        """A warning about the tag as one about the request."""
+        found = self._found(text)
+        return text if found is None else found[1]
+
+    def _found(self, text: str) -> tuple[str, str] | None:
+        """The field of the place that a text begins with, and the text with the field for it."""
+        found = _PLACE.match(text)
+        field = None if found is None else self._field(found[1])
+        return None if found is None or field is None else (field, field + text[found.end() :])
+
+    def _field(self, number: str | None) -> str | None:
+        wanted, document = self._wanted, self._document
         if number is None:
             return document.field if document is not None else "tools"
         known = int(number) < len(wanted.callable)
         return _parameters(wanted, wanted.callable[int(number)]) if known else None
-
-    def rename(error: ErrorInfo) -> ErrorInfo:
-        found = _PLACE.match(error.message)
-        field = None if found is None else name(found[1])
-        if found is None or field is None:
-            return error
-        return structs.replace(error, message=field + error.message[found.end() :], param=field)
-
-    return rename
 
 
 def _parameters(wanted: Wanted, tool: Tool) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from sapwood.srt.errors import ErrorInfo, SapwoodError
-from sapwood.srt.messages import IdsPart, IdsPrompt, PartsPrompt, Spoken, TextPart, TextPrompt
+from sapwood.srt.messages import ChatPrompt, IdsPart, IdsPrompt, PartsPrompt, Spoken, TextPart, TextPrompt
 from sapwood.srt.tokenizer.prompts import Prompt
 
 LONG_CHARS = 8192
@@ -121,6 +121,13 @@ def _trim() -> None:
 def is_long(prompt: Prompt) -> bool:
     """Whether encoding the prompt would hold up other streams, or other prompts, noticeably."""
     return not isinstance(prompt, IdsPrompt) and size_of(prompt) > LONG_CHARS
+
+
+def is_chat(prompt: Prompt | None) -> bool:
+    """Whether encoding the prompt waits for the chat template."""
+    if isinstance(prompt, PartsPrompt):
+        return any(isinstance(part, Spoken) for part in prompt.parts)
+    return isinstance(prompt, ChatPrompt)
 
 
 def size_of(prompt: Prompt) -> int:

@@ -25,6 +25,9 @@ class TextStream(Protocol):
     def push(self, token: int) -> str:
         """The text that this token makes certain."""
 
+    def pending(self) -> str | None:
+        """What `finish` would return now; None if that takes too much to tell."""
+
     def finish(self) -> str:
         """What is left; bytes that never became a character are U+FFFD, as in a batch decode."""
 
@@ -33,6 +36,9 @@ class NoText:
     """The stream without a tokenizer."""
 
     def push(self, token: int) -> str:
+        return ""
+
+    def pending(self) -> str | None:
         return ""
 
     def finish(self) -> str:
@@ -74,6 +80,9 @@ class ByteStream:
         text, used = utf_8_decode(data, "replace", False)
         self._incomplete = data[used:]
         return text
+
+    def pending(self) -> str | None:
+        return utf_8_decode(self._incomplete, "replace", True)[0] if self._incomplete else ""
 
     def finish(self) -> str:
         text, _ = utf_8_decode(self._incomplete, "replace", True)
@@ -123,13 +132,14 @@ class WindowStream:
     does at the very start (strip a space, keep a `##`) is done alike in the old and in the new window.
     """
 
-    __slots__ = ("_clean", "_ids", "_sent", "_windows")
+    __slots__ = ("_clean", "_ids", "_pending", "_sent", "_windows")
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
         self._ids: list[int] = []
         self._clean = 0
         self._sent = 0
+        self._pending: str | None = ""
 
     def push(self, token: int) -> str:
         windows = self._windows
@@ -137,9 +147,11 @@ class WindowStream:
             return ""
         self._ids.append(token)
         if token in windows.byte_tokens:
+            self._pending = None
             return ""
         text = windows.decode(self._ids)
         end = len(text) - (windows.unfinished and text.endswith(REPLACEMENT))
+        self._pending = text[max(end, self._sent) :]
         if end <= self._sent:
             return ""
         new = text[self._sent : end]
@@ -156,8 +168,13 @@ class WindowStream:
                 self._ids, self._sent = rest, len(text)
         self._clean = len(self._ids)
 
+    def pending(self) -> str | None:
+        if self._pending is None and len(self._ids) <= 2 * WINDOW:
+            self._pending = self._windows.decode(self._ids)[self._sent :]
+        return self._pending
+
     def finish(self) -> str:
         text = self._windows.decode(self._ids)
         new = text[self._sent :]
-        self._ids, self._clean, self._sent = [], 0, 0
+        self._ids, self._clean, self._sent, self._pending = [], 0, 0, ""
         return new

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from sapwood.srt.bounded import BoundedProcess, no_process
-from sapwood.srt.errors import BadRequest, ModelError, from_info
+from sapwood.srt.errors import BadRequest, ErrorInfo, ModelError, from_info
 from sapwood.srt.tokenizer import render_child, templates
-from sapwood.srt.tokenizer.render_child import Job, Result, Setup
+from sapwood.srt.tokenizer.render_child import Job, Result, Setup, View, Views
 
 CPU_SECONDS = 2.0
 WALL_SECONDS = 20.0
@@ -59,10 +60,29 @@ class IsolatedTemplate:
     ) -> str:
         """As ChatTemplate.render; BadRequest too if the template takes too much time or memory, or `owner`
         is told to `stop`; Unavailable if no process is idle and none can be started, or after `close`."""
+        job = Job(messages, add_generation_prompt, continue_final, kwargs or {}, tools)
+        return self._result(job, owner).text.decode("utf-8", "surrogatepass")
+
+    def views(
+        self,
+        messages: list[dict[str, Any]],
+        kwargs: dict[str, Any],
+        views: list[View],
+        owner: object = None,
+    ) -> Iterator[str | ErrorInfo]:
+        """Several renderings of the same messages, each with the error that `render` would raise for it; all
+        of them have the time and the memory of one. Raises what `render` raises for that."""
+        text = ""
+        for viewed in self._result(Views(messages, kwargs, views), owner).views:
+            if viewed.error is not None:
+                yield viewed.error
+            else:
+                text = text[: viewed.kept] + viewed.rest.decode("utf-8", "surrogatepass")
+                yield text
+
+    def _result(self, job: Job | Views, owner: object) -> Result:
         try:
-            frame = msgspec.msgpack.encode(
-                Job(messages, add_generation_prompt, continue_final, kwargs or {}, tools)
-            )
+            frame = msgspec.msgpack.encode(job)
         except UnicodeEncodeError as e:
             raise templates.lone_surrogate(e, "messages") from None
         except OverflowError:
@@ -75,7 +95,7 @@ class IsolatedTemplate:
             self._give_back(process, result is not None and not result.last)
         if result.error is not None:
             raise from_info(result.error)
-        return result.text.decode("utf-8", "surrogatepass")
+        return result
 
     def stop(self, owner: object) -> None:
         """Break off what renders for this very owner now, unless it is through in a moment: it raises

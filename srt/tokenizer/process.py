@@ -29,13 +29,13 @@ from sapwood.srt.messages import (
     Answer,
     Ask,
     Cancel,
-    ChatPrompt,
     Compiled,
     Done,
     Ended,
     Finish,
     Generate,
     Ids,
+    PartsPrompt,
     PromptRead,
     Refused,
     Started,
@@ -46,9 +46,10 @@ from sapwood.srt.messages import (
 )
 from sapwood.srt.orders import Boot, Drain
 from sapwood.srt.tokenizer import checks
-from sapwood.srt.tokenizer.background import Background, is_long, safely
+from sapwood.srt.tokenizer.background import Background, is_chat, is_long, safely
 from sapwood.srt.tokenizer.delivery import Delivery, Sender, overloaded
 from sapwood.srt.tokenizer.grammars import Grammars
+from sapwood.srt.tokenizer.parts import Encoded
 from sapwood.srt.tokenizer.prompts import Prompt, PromptEncoder
 from sapwood.srt.tokenizer.questions import Questions
 from sapwood.srt.tokenizer.recent import Recent
@@ -97,8 +98,8 @@ class TokenizerLoop:
         self._choices: dict[int, Choice] = {}
         self._intake: deque[_Job] = deque()
         # Chats wait for another process (see isolation.py), long prompts for each other.
-        self._chats: Background[_Job, Ids] = Background(self._encode, NOT_ENCODED, CHAT_THREADS, wake)
-        self._background: Background[_Job, Ids] = Background(self._encode, NOT_ENCODED, wake=wake)
+        self._chats: Background[_Job, Encoded] = Background(self._encode, NOT_ENCODED, CHAT_THREADS, wake)
+        self._background: Background[_Job, Encoded] = Background(self._encode, NOT_ENCODED, wake=wake)
         self._encoding: dict[int, Prompt] = {}
         self._grammars = Grammars(index, grammar)
         self._questions = Questions(index, encoder, texts, scheduler, wake)
@@ -190,7 +191,7 @@ class TokenizerLoop:
             if self._requests.get(request.rid) is not request:
                 continue
             long = is_long(message.prompt)
-            if long or isinstance(message.prompt, ChatPrompt):
+            if long or is_chat(message.prompt):
                 self._encoding[request.key] = message.prompt
                 (self._background if long else self._chats).put((request, message))
                 continue
@@ -198,20 +199,25 @@ class TokenizerLoop:
             if time.monotonic() > deadline:
                 return
 
-    def _encode(self, job: _Job) -> Ids:
+    def _encode(self, job: _Job) -> Encoded:
         """The prompt's ids, for nothing if the request has been aborted meanwhile; from any thread."""
         request, message = job
-        return self._encoder.encode(message.prompt) if self._requests.get(request.rid) is request else b""
+        if self._requests.get(request.rid) is not request:
+            return Encoded(b"")
+        if isinstance(message.prompt, PartsPrompt):
+            return self._encoder.encode_parts(message.prompt, message.namespace)
+        return Encoded(self._encoder.encode(message.prompt))
 
-    def _encoded(self, request: Request, message: Generate, result: Ids | ErrorInfo) -> None:
+    def _encoded(self, request: Request, message: Generate, result: Encoded | ErrorInfo) -> None:
         if self._requests.get(request.rid) is not request:
             return
         if isinstance(result, ErrorInfo):
             self._end(request, result)
             return
-        request.settle(self._texts, result)
-        if self._begin_grammar(request, message) and not self._grammars.hold((request, message, result)):
-            self._submit(request, message, result)
+        ids, request.rewritten = result.ids, [*result.rewritten]
+        request.settle(self._texts, ids)
+        if self._begin_grammar(request, message) and not self._grammars.hold((request, message, ids)):
+            self._submit(request, message, ids)
 
     def _compiled(self, message: Compiled) -> None:
         found = self._grammars.compiled(message)
@@ -267,7 +273,8 @@ class TokenizerLoop:
             if request.params.logprob_start == 0:
                 first = self._texts.describe(int(messages.unpack(request.prompt[:4])[0]))
             found = (message.verdict, message.queued, message.saved)
-            self._out.append(Started(request.rid, request.prompt, *found, first, request.warnings))
+            told = (request.warnings, request.rewritten)
+            self._out.append(Started(request.rid, request.prompt, *found, first, *told))
             request.prompt = b""
 
     def _prompt_read(self, message: PromptRead) -> None:

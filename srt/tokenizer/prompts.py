@@ -8,8 +8,9 @@ from tokenizers import Tokenizer
 from sapwood.srt import messages
 from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import BadRequest
-from sapwood.srt.messages import AnyPrompt, ChatPrompt, Ids, IdsPrompt, TextPrompt
+from sapwood.srt.messages import AnyPrompt, ChatPrompt, Ids, IdsPrompt, PartsPrompt, TextPrompt
 from sapwood.srt.tokenizer.isolation import IsolatedTemplate
+from sapwood.srt.tokenizer.parts import Encoded, PartsEncoder
 from sapwood.srt.tokenizer.specials import SpecialStrings
 
 Prompt = AnyPrompt
@@ -28,9 +29,14 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._template: IsolatedTemplate | None = None
         self._specials: SpecialStrings | None = None
-        if tokenizer is not None and source.chat_template is not None:
+        self._parts: PartsEncoder | None = None
+        if tokenizer is None:
+            return
+        specials = SpecialStrings(tokenizer)
+        if source.chat_template is not None:
             self._template = IsolatedTemplate(source.chat_template, source.template_vars)
-            self._specials = SpecialStrings(tokenizer) if split_special_tokens else None
+            self._specials = specials if split_special_tokens else None
+        self._parts = PartsEncoder(source, tokenizer, specials, self._template)
 
     def close(self) -> None:
         """End the processes that render; from any thread."""
@@ -44,14 +50,41 @@ class PromptEncoder:
 
     def encode(self, prompt: Prompt) -> Ids:
         """The prompt's ids, at least one; raises BadRequest naming the field and the value."""
+        if isinstance(prompt, PartsPrompt):
+            return self.encode_parts(prompt).ids
         ids = self.tokenize(prompt)
         if not ids:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise BadRequest(f"{param} is empty; at least one token is needed", param=param)
         return ids
 
+    def encode_parts(self, prompt: PartsPrompt, namespace: str = "") -> Encoded:
+        """`encode`, and what is told of parts; `namespace` keeps what is known of chats apart."""
+        encoded = self.tokenize_parts(prompt, namespace)
+        if not encoded.ids:
+            raise BadRequest("input is empty; at least one token is needed", param="input")
+        return encoded
+
+    def tokenize_parts(self, prompt: PartsPrompt, namespace: str = "") -> Encoded:
+        """`tokenize`, and what is told of parts."""
+        if self._parts is None:
+            self._need_tokenizer("input")
+            raise AssertionError
+        try:
+            encoded = self._parts.encode(prompt, namespace)
+        except RecursionError:
+            raise BadRequest("input is nested too deeply", param="input") from None
+        except BadRequest as e:
+            # Which parts they are that the template refuses it does not say.
+            param = "input" if e.param == "messages" else e.param
+            raise BadRequest(e.message, param=param, code=e.code) from None
+        self._checked(encoded.ids, "input")
+        return encoded
+
     def tokenize(self, prompt: Prompt) -> Ids:
         """The prompt's ids, which may be none; raises BadRequest naming the field and the value."""
+        if isinstance(prompt, PartsPrompt):
+            return self.tokenize_parts(prompt).ids
         if isinstance(prompt, IdsPrompt):
             return self._checked(prompt.ids, "prompt")
         if isinstance(prompt, TextPrompt):

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from sapwood.srt.errors import BadRequest, ErrorInfo, Overloaded, Unavailable
-from sapwood.srt.messages import ASK_SECONDS, Answer, AnyPrompt, Ask, ChatPrompt, Ids, IdsPrompt
-from sapwood.srt.tokenizer.background import LONG_CHARS, Background, size_of
+from sapwood.srt.messages import ASK_SECONDS, Answer, AnyPrompt, Ask, ChatPrompt, Ids, IdsPrompt, PartsPrompt
+from sapwood.srt.tokenizer.background import LONG_CHARS, Background, is_chat, size_of
 from sapwood.srt.tokenizer.delivery import Sender
 from sapwood.srt.tokenizer.explained import detokenized, explained, pictured, tokenized
 from sapwood.srt.tokenizer.prompts import PromptEncoder
@@ -103,7 +103,7 @@ class Questions:
     def _lane_of(self, asked: _Asked) -> _Lane:
         if asked.size > (4 * LONG_CHARS if isinstance(asked.ask.prompt, IdsPrompt) else LONG_CHARS):
             return self._long
-        return self._chats if isinstance(asked.ask.prompt, ChatPrompt) else self._short
+        return self._chats if is_chat(asked.ask.prompt) else self._short
 
     def _cancel(self, call: int) -> None:
         """Nobody waits for the answer any more: give what it takes to others."""
@@ -111,7 +111,7 @@ class Questions:
         asked = self._working.pop(call, None)
         if asked is None or self._lane_of(asked).drop(lambda job: job.ask.call == call):
             return
-        if isinstance(asked.ask.prompt, ChatPrompt):
+        if asked.ask.prompt is not None and is_chat(asked.ask.prompt):
             self._encoder.stop(asked.ask.prompt)
 
     def _pass_on(self, asked: _Asked) -> Iterator[Answer]:
@@ -143,13 +143,20 @@ class Questions:
     def _own(self, ask: Ask) -> dict[str, object]:
         if isinstance(self._texts, NoTexts):
             raise BadRequest(f"{ask.what} needs a tokenizer (--skip-tokenizer-init is set)")
-        ids = self._encoder.tokenize(_prompt_of(ask))
+        prompt = _prompt_of(ask)
+        told: dict[str, object] = {}
+        if isinstance(prompt, PartsPrompt):
+            encoded = self._encoder.tokenize_parts(prompt, ask.namespace)
+            ids = encoded.ids
+            told = {"parts": [*encoded.lengths], "rewritten": [*encoded.rewritten]}
+        else:
+            ids = self._encoder.tokenize(prompt)
         if len(ids) // 4 > MAX_TOKENS:
             raise BadRequest(
                 f"{ask.what} takes at most {MAX_TOKENS} tokens, got {len(ids) // 4}", param="prompt"
             )
         if ask.what == "tokenize":
-            return tokenized(ids, self._texts, ask.options.get("texts") is not False)
+            return tokenized(ids, self._texts, ask.options.get("texts") is not False) | told
         skips = ask.options.get("skip_special_tokens") is True
         lengths: list[int] | None = ask.options.get("lengths")
         if lengths is None:

@@ -19,6 +19,8 @@ from sapwood.srt.errors import BadRequest, ErrorInfo, ModelError, SapwoodError
 from sapwood.srt.tokenizer.templates import ChatTemplate
 
 MEMORY_BYTES = 512 * 2**20
+VIEWS_BYTES = 64 * 2**20
+"""Of text that the Views of one Job may have; what they have in common counts once."""
 KEEP_BYTES = 128 * 2**20
 """A process that holds more than this after a rendering ends, so that the memory goes back."""
 
@@ -29,7 +31,7 @@ class Setup(msgspec.Struct, array_like=True):
     cpu_seconds: float
 
 
-class Job(msgspec.Struct, array_like=True):
+class Job(msgspec.Struct, array_like=True, tag=True):
     """The arguments of ChatTemplate.render."""
 
     messages: list[dict[str, Any]]
@@ -39,6 +41,30 @@ class Job(msgspec.Struct, array_like=True):
     tools: list[dict[str, Any]] | None
 
 
+class View(msgspec.Struct, array_like=True):
+    """A rendering of the first `count` messages, the last of them with another `content` (if not None)."""
+
+    count: int
+    add_generation_prompt: bool = False
+    content: Any = None
+
+
+class Views(msgspec.Struct, array_like=True, tag=True):
+    """Several renderings of the same messages, within the limits of one."""
+
+    messages: list[dict[str, Any]]
+    kwargs: dict[str, Any]
+    views: list[View]
+
+
+class Viewed(msgspec.Struct, array_like=True):
+    """A View's text: `kept` characters of the one before it (of those that have no error), and `rest`."""
+
+    kept: int = 0
+    rest: bytes = b""
+    error: ErrorInfo | None = None
+
+
 class Result(msgspec.Struct, array_like=True):
     """`text` is UTF-8 (with surrogates, which the caller refuses). `last`: this process ends now."""
 
@@ -46,6 +72,7 @@ class Result(msgspec.Struct, array_like=True):
     error: ErrorInfo | None = None
     wants_parts: bool = False
     last: bool = False
+    views: list[Viewed] = []
 
 
 def _serve(sock: socket.socket) -> None:
@@ -81,7 +108,9 @@ def _compile(setup: Setup) -> tuple[ChatTemplate | None, Result]:
 def _render(template: ChatTemplate, frame: bytes, cpu_seconds: float) -> Result:
     with limited(cpu_seconds):
         try:
-            job = msgspec.msgpack.decode(frame, type=Job)
+            job = msgspec.msgpack.decode(frame, type=Job | Views)
+            if isinstance(job, Views):
+                return Result(views=_views(template, job))
             text = template.render(
                 job.messages, job.add_generation_prompt, job.continue_final, job.kwargs, job.tools
             )
@@ -93,6 +122,37 @@ def _render(template: ChatTemplate, frame: bytes, cpu_seconds: float) -> Result:
         except Exception as e:
             error = BadRequest(f"the chat template fails on these messages: {type(e).__name__}")
             return Result(error=error.info())
+
+
+def _views(template: ChatTemplate, job: Views) -> list[Viewed]:
+    found, before, held = [], "", 0
+    for view in job.views:
+        messages = job.messages[: view.count]
+        if view.content is not None:
+            messages[-1] = messages[-1] | {"content": view.content}
+        try:
+            text = template.render(messages, view.add_generation_prompt, False, job.kwargs)
+        except BadRequest as e:
+            found.append(Viewed(error=e.info()))
+            continue
+        kept = _in_common(before, text)
+        found.append(Viewed(kept, text[kept:].encode("utf-8", "surrogatepass")))
+        before, held = text, held + len(found[-1].rest)
+        if held > VIEWS_BYTES:
+            raise MemoryError
+    return found
+
+
+def _in_common(before: str, text: str) -> int:
+    """How many characters both begin with."""
+    low, high = 0, min(len(before), len(text))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(before[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _too_much() -> BadRequest:

@@ -9,6 +9,7 @@ from msgspec import structs
 
 from sapwood.srt.channel import FRAME_WEIGHT
 from sapwood.srt.errors import ErrorInfo
+from sapwood.srt.grammar.stop_regex import automaton
 from sapwood.srt.messages import (
     Chunk,
     Done,
@@ -24,6 +25,7 @@ from sapwood.srt.messages import (
 from sapwood.srt.params import Constraint, Parsing, SamplingParams
 from sapwood.srt.tokenizer.background import safely
 from sapwood.srt.tokenizer.detokenizer import NoText, TextStream
+from sapwood.srt.tokenizer.kept import Borders
 from sapwood.srt.tokenizer.parsers.output import OutputParser, Told, marks_of
 from sapwood.srt.tokenizer.parsers.thinking import state_of_prompt
 from sapwood.srt.tokenizer.partial_json import JsonScanner
@@ -69,12 +71,14 @@ def named(texts: Texts, value: TokenLogprob, logprob_ids: list[int]) -> TextLogp
 class Choice:
     """One choice's output. `push` takes its tokens in order; `chunk` gives what the server has not had yet.
 
-    `hit` is the output token at which a stop string was complete. From there on tokens are surplus.
+    `hit` is the output token at which a stop string was complete, or a match of a pattern. From there on
+    tokens are surplus.
     A token that may be the end (EOS, a stop id) is kept from the text until it is known whether it was.
     Once something was to be seen, a chunk is `due` when `piece` tokens wait for it.
     """
 
     __slots__ = (
+        "_borders",
         "_held",
         "_ids",
         "_json",
@@ -102,7 +106,7 @@ class Choice:
         index: int,
         texts: Texts,
         stop_ids: frozenset[int],
-        stops: StopStrings | None,
+        scanner: StopScanner | None,
         piece: int = 1,
         parser: OutputParser | None = None,
     ) -> None:
@@ -118,7 +122,8 @@ class Choice:
         self._parser = parser
         kind = request.constraint.kind if request.constraint is not None else ""
         self._json = JsonScanner() if kind == "json_schema" else None
-        self._scanner = StopScanner(stops) if stops is not None else None
+        self._scanner = scanner
+        self._borders = Borders() if scanner is not None else None
         self._stop_ids = stop_ids
         self._min_tokens = params.min_tokens
         self._held: int | None = None
@@ -131,7 +136,7 @@ class Choice:
         self._logprobs: list[TextLogprob] | None = None if params.logprobs is None else []
 
     def push(self, token: int, logprob: TokenLogprob | None = None) -> bool:
-        """Take the next token. True if a stop string is complete now, for the first time."""
+        """Take the next token. True if a stop string or pattern is complete now, for the first time."""
         if self.hit is not None:
             return False
         if self._held is not None and self._release():
@@ -143,19 +148,25 @@ class Choice:
         if token in self._stop_ids:
             self._held = token
             return False
-        text = self._stream.push(token)
-        return bool(text) and self._show(text)
+        return self._spell(token)
 
     def _release(self) -> bool:
         """The token that was kept back did not end the choice: show it."""
         assert self._held is not None
-        text, self._held = self._stream.push(self._held), None
+        token, self._held = self._held, None
+        return self._spell(token)
+
+    def _spell(self, token: int) -> bool:
+        text = self._stream.push(token)
+        if self._borders is not None:
+            self._borders.token(text, self._stream.pending())
         return bool(text) and self._show(text)
 
     def _show(self, text: str) -> bool:
         scanner = self._scanner
-        if scanner is not None:
+        if scanner is not None and self._borders is not None:
             text = scanner.feed(text, self.count >= self._min_tokens)
+            self._borders.show(len(text))
             if scanner.matched is not None:
                 self.hit = self.count
         if text:
@@ -218,30 +229,38 @@ class Choice:
             return structs.replace(finish, reason="tool_calls") if called else finish
         if finish.reason != "length" or self.request.constraint is None:
             return finish
+        return structs.replace(finish, incomplete=self._place())
+
+    def _place(self) -> Incomplete | None:
+        """Where a constrained output stands; None if it is a whole document."""
         scanner = self._json
-        known = scanner is not None and not scanner.broken
-        place = scanner.place if scanner is not None and known else Incomplete("", "text")
-        return structs.replace(finish, incomplete=place)
+        if scanner is not None and not scanner.broken:
+            return scanner.place
+        place = self._parser.place if self._parser is not None else None
+        return place or Incomplete("", "text")
 
     def finish(self, done: Done) -> Chunk | None:
         """The last chunk. Where a stop string and another end have crossed, the lower position is the end."""
-        if self.hit is None:
-            self._flush(done)
+        rest = self._flush(done) if self.hit is None else ""
         drafts = (None, done.drafted, done.accepted)
         if self.hit is not None and self._scanner is not None and self.hit <= done.n:
-            return self.chunk(Finish("stop", self._scanner.matched, self.hit, *drafts))
+            kept = None if self._borders is None else self._borders.kept(rest)
+            return self.chunk(Finish("stop", self._scanner.matched, self.hit, *drafts, kept))
         assert done.reason != "error"
         return self.chunk(Finish(done.reason, done.matched, done.n, *drafts))
 
-    def _flush(self, done: Done) -> None:
-        """Show what was held: incomplete characters, the beginning of a stop string that never came."""
+    def _flush(self, done: Done) -> str:
+        """Show what was held: the beginning of a stop string that never came, and incomplete characters.
+        The latter are returned."""
         ended_by = done.matched if done.reason == "stop" else None
         if self._held is not None and self._held != ended_by:
             self._release()
-        if self.hit is None and (text := self._stream.finish()):
-            self._show(text)
+        rest = ""
+        if self.hit is None and (rest := self._stream.finish()):
+            self._show(rest)
         if self.hit is None and self._scanner is not None:
             self._parts.append(self._scanner.release())
+        return rest
 
 
 class Request:
@@ -250,8 +269,8 @@ class Request:
     `failed` if what came of it cannot be told."""
 
     __slots__ = (
-        "cancelled", "constraint", "failed", "key", "open", "params", "parsing", "prompt", "rid", "streamed",
-        "submitted", "unnamed", "warnings",
+        "cancelled", "constraint", "failed", "key", "open", "params", "parsing", "prompt", "rewritten", "rid",
+        "streamed", "submitted", "unnamed", "warnings",
     )  # fmt: skip
 
     def __init__(
@@ -273,6 +292,7 @@ class Request:
         self.prompt: Ids = b""
         self.unnamed = 0
         self.warnings: list[str] = []
+        self.rewritten: list[int] = []
         self.submitted = False
         self.cancelled = False
         self.failed: ErrorInfo | None = None
@@ -310,11 +330,21 @@ class Request:
         # A constraint allows EOS at its end only.
         ends = [] if params.ignore_eos and self.constraint is None else eos_ids
         stop_ids = frozenset((*params.stop_token_ids, *ends))
-        stops = StopStrings(params.stop) if params.stop else None
         piece = self._piece(interval)
+        scanners = self._scanners()
         return [
-            Choice(self, index, texts, stop_ids, stops, piece, self._parser()) for index in range(params.n)
+            Choice(self, index, texts, stop_ids, scanner, piece, self._parser())
+            for index, scanner in enumerate(scanners)
         ]
+
+    def _scanners(self) -> list[StopScanner | None]:
+        """What each choice's text is scanned by; what the choices share is made once."""
+        params = self.params
+        if not params.stop and not params.stop_regex:
+            return [None] * params.n
+        stops, names = StopStrings(params.stop), params.stop_regex
+        patterns = automaton(tuple(names)) if names else None
+        return [StopScanner(stops, patterns, names) for _ in range(params.n)]
 
     def _parser(self) -> OutputParser | None:
         parsing = self.parsing

@@ -47,7 +47,8 @@ class SpecialStrings:
         unknown = getattr(tokenizer.model, "unk_token", None)
         self._control = frozenset(token for text, token in special.items() if text != unknown)
         # As in the tokenizer, the longest of several at one place is the one.
-        any_special = "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)) or r"(?!)"
+        self._longest_first = tuple(sorted(special, key=len, reverse=True))
+        any_special = "|".join(map(re.escape, self._longest_first)) or r"(?!)"
         opened, closed = re.escape(self._open), re.escape(self._close)
         self._any = re.compile(any_special)
         self._parts = re.compile(f"{opened}({any_special}){closed}|{opened}|{closed}|({any_special})")
@@ -67,6 +68,12 @@ class SpecialStrings:
         if isinstance(value, dict):
             return {self.mark(key): self.mark(item) for key, item in value.items()}
         return [self.mark(item) for item in value] if isinstance(value, list) else value
+
+    def ending(self, rendered: str) -> str:
+        """The special string of the template's own with which a text ends, or ""."""
+        if not rendered.endswith(self._longest_first):
+            return ""
+        return next(text for text in self._longest_first if rendered.endswith(text))
 
     def encode(self, rendered: str) -> list[int]:
         """The ids of a text rendered from marked values; BadRequest if plain text makes a special id."""

@@ -1,9 +1,12 @@
-"""Finds stop strings in text that comes token by token, without ever letting a part of one out."""
+"""Finds stop strings and patterns in text that comes token by token; never lets a part of one out."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+
+from sapwood.srt.grammar.positions import Positions
+from sapwood.srt.tokenizer.stop_patterns import PatternScanner
 
 
 class StopStrings:
@@ -68,39 +71,57 @@ class StopScanner:
     """Scans one choice's text: `feed` gives back what is safe to show.
 
     Of several stop strings the one that is complete at the earlier token wins; at the same token the one
-    that begins first, and of those the shorter. Once `matched` is set the scan is over.
+    that begins first, and of those the shorter. Of patterns the match that ends first wins, and against stop
+    strings it is like one of them. Once `matched` is set the scan is over.
     """
 
-    __slots__ = ("_held", "_state", "_stops", "matched")
+    __slots__ = ("_held", "_names", "_patterns", "_state", "_stops", "matched")
 
-    def __init__(self, stops: StopStrings) -> None:
+    def __init__(
+        self, stops: StopStrings, patterns: Positions | None = None, names: Sequence[str] = ()
+    ) -> None:
         self._stops = stops
         self._state = 0
         self._held = ""
+        self._patterns = None if patterns is None else PatternScanner(patterns)
+        self._names = names
         self.matched: str | None = None
 
     def feed(self, text: str, acting: bool = True) -> str:
-        """The text that can no longer be part of a stop string, cut before the match if there is one.
+        """The text that can no longer be part of a match, cut before the match if there is one.
 
         A match that this token completes counts only if `acting`; else its text flows on.
         """
-        stops, state = self._stops, self._state
-        if state == 0 and stops.first.isdisjoint(text):
+        if self._state == 0 and self._patterns is None and self._stops.first.isdisjoint(text):
             return text
+        before = len(self._held)
         whole = self._held + text
-        start = len(whole)
-        for end, char in enumerate(text, len(self._held) + 1):
-            state = stops.step(state, char)
-            found = stops.longest[state]
-            if found >= 0 and acting and end - len(stops.texts[found]) < start:
-                start = end - len(stops.texts[found])
-                self.matched = stops.texts[found]
-        self._state = state
-        safe = start if self.matched is not None else len(whole) - stops.hold[state]
+        found = self._scan(whole, before, acting)
+        held = self._stops.hold[self._state]
+        if self._patterns is not None:
+            match = self._patterns.feed(text, acting)
+            if match is not None and (before + match.start, before + match.end) < found:
+                found = before + match.start, before + match.end
+                self.matched = self._names[match.pattern]
+            held = max(held, self._patterns.held)
+        safe = found[0] if self.matched is not None else len(whole) - held
         self._held = whole[safe:]
         return whole[:safe]
 
+    def _scan(self, whole: str, before: int, acting: bool) -> tuple[int, int]:
+        """Where the stop string that counts begins and ends; behind everything if there is none."""
+        stops, state = self._stops, self._state
+        found = (len(whole) + 1, 0)
+        for end, char in enumerate(whole[before:], before + 1):
+            state = stops.step(state, char)
+            longest = stops.longest[state]
+            if longest >= 0 and acting and end - len(stops.texts[longest]) < found[0]:
+                found = end - len(stops.texts[longest]), end
+                self.matched = stops.texts[longest]
+        self._state = state
+        return found
+
     def release(self) -> str:
-        """The text that was held back, at the end of a choice that no stop string has ended."""
+        """The text that was held back, at the end of a choice that nothing of this has ended."""
         held, self._held, self._state = self._held, "", 0
         return held

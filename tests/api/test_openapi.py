@@ -21,7 +21,7 @@ TABLES: dict[type, Any] = {
     ChatRequest: refused.CHAT,
     CompletionRequest: refused.COMPLETION,
     GenerateRequest: refused.NATIVE,
-    NativeSampling: refused.SAMPLING,
+    NativeSampling: refused.NATIVE_SAMPLING,
     EmbeddingRequest: embeddings.REFUSED,
     TokenizeRequest: refused.TEMPLATES,
 }
@@ -101,6 +101,7 @@ BODIES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "/v1/completions": (
         [{"prompt": "x", "n": 128, "temperature": 100, "top_k": -1, "stop": ["a"], "logprobs": 0},
          {"prompt": "x", "logit_bias": {"5": -100}, "stop": "a", "stream_options": None, "max_tokens": 0},
+         {"prompt": "x", "stop_regex": "a+"}, {"prompt": "x", "stop_regex": ["a+", "b"]},
          {"prompt": "x", "response_format": {"type": "text"}, "model": "", "stop_token_ids": [999]},
          {"prompt": "x", "response_format": {"type": "json_object"}, "json_whitespace": 64},
          {"prompt": "x", "guided_json": {"type": "object"}, "regex": None},
@@ -109,6 +110,7 @@ BODIES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             {"n": 0}, {"n": 129}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -2},
             {"min_p": 2},
             {"stop": ""}, {"stop": [""]}, {"stop": ["a"] * 17}, {"logit_bias": {"x": 1}}, {"max_tokens": -1},
+            {"stop_regex": ""}, {"stop_regex": [""]}, {"stop_regex": ["a"] * 17}, {"stop_regex": "a" * 257},
             {"logit_bias": {"5": 101}}, {"stop_token_ids": [1000]}, {"logprobs": 21}, {"timeout": 0},
             {"response_format": {"type": "xyz"}}, {"response_format": {"type": "json_schema"}},
             {"regex": "a", "guided_regex": "a"}, {"choices": []}, {"json_schema": 5},
@@ -131,6 +133,9 @@ BODIES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [{"text": "x"}, {"input_ids": [5]}, {"input_ids": [[5]], "text": None}],
         [{}, {"text": "x", "input_ids": [5]}, {"input_ids": []}, {"input_ids": [[5], 6]},
          {"text": "x", "sampling_params": {"max_new_tokens": -1}},
+         {"text": "x", "score": []}, {"text": "x", "score": [""]}, {"input_ids": [5], "score": [[]]},
+         {"input_ids": [[5]], "score": [[6]]}, {"input_ids": [5], "score": [[6]], "stream": True},
+         {"text": "x", "score": ["a"] * 257}, {"input_ids": [5], "score": [[6]], "sampling_params": {}},
          {"text": "x", "sampling_params": {"ebnf": "root ::= 'a'", "json_schema": "{}"}}],
     ),
 }  # fmt: skip

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from sapwood.srt.config import make
-from sapwood.srt.grammar import limits
+from sapwood.srt.grammar import child, limits
 from sapwood.srt.messages import Chunk, Ended, Finish, Generate, Incomplete, Message, Started, pack
 from sapwood.srt.params import MAX_CONSTRAINT_BYTES, Constraint
 from sapwood.srt.server import constraints
@@ -20,6 +20,7 @@ from tests.api.scripted import Harness, client, source, started
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"const": 0.10}}}
 TEXT = json.dumps(SCHEMA)
 TAG: dict[str, Any] = {"type": "structural_tag", "format": {"type": "any_text"}}
+PATTERN = {"json": {}, "whitespace_pattern": " "}
 GRAMMAR = 'root ::= "yes" | "no"'
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/generate")
 
@@ -104,7 +105,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "zz": 1}}, "structured_outputs.zz"),
-    ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "structured_outputs"),
+    (
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        "structured_outputs.disable_additional_properties",
+    ),
+    (
+        {"structured_outputs": PATTERN},
+        "structured_outputs.whitespace_pattern",
+    ),
     ({"choices": []}, "choices"),
     ({"choices": [1]}, "choices"),
     ({"regex": 5}, "regex"),
@@ -138,6 +146,37 @@ def test_two_constraints_are_both_named(http: httpx.Client) -> None:
     error = post(http, "/v1/completions", regex="a", response_format=format_).json()["error"]
     assert "regex" in error["message"]
     assert "response_format" in error["message"]
+
+
+def test_what_is_called_otherwise_here_is_said(http: httpx.Client) -> None:
+    hints = [
+        (
+            "/v1/completions",
+            {"structured_outputs": PATTERN},
+            "json_whitespace",
+        ),
+        ("/v1/completions", {"guided_json": {}, "guided_whitespace_pattern": " "}, "json_whitespace"),
+        ("/generate", {"json_schema": {}, "guided_whitespace_pattern": " "}, "json_whitespace"),
+        ("/generate", {"response_format": {"type": "json_object"}}, "json_schema in sampling_params"),
+    ]
+    for route, fields, hint in hints:
+        response = post(http, route, **fields)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported"), fields
+        assert hint in response.json()["error"]["message"]
+    outside = {"text": "x", "response_format": {"type": "json_object"}}
+    assert "json_schema in sampling_params" in http.post("/generate", json=outside).text
+
+
+def test_an_error_in_a_list_of_parameters_names_the_entry(server: Harness, http: httpx.Client) -> None:
+    for wrong, field in (({"temperature": -1}, "temperature"), ({"regex": "a", "choices": ["b"]}, "choices")):
+        body = {"text": ["x", "y"], "sampling_params": [{}, wrong]}
+        error = http.post("/generate", json=body).json()["error"]
+        assert error["param"] == f"sampling_params[1].{field}"
+        assert error["message"].startswith("sampling_params[1]: ")
+    body = {"text": ["x", "y"], "sampling_params": [{}, {"json_schema": {}}]}
+    assert http.post("/generate", json=body).status_code == 200
+    found = [g.constraint for g in server.tokenizer.wait_for(Generate, 2)]
+    assert [one.field for one in found if one is not None] == ["sampling_params[1].json_schema"]
 
 
 def test_response_formats_that_are_none(http: httpx.Client) -> None:
@@ -331,5 +370,10 @@ def test_support_is_what_the_front_pass_reads(http: httpx.Client) -> None:
     assert {"full", "limited", "refused"} <= statuses
     assert support["json_schema"]["limits"]["items"] == limits.MAX_ITEMS
     assert support["fields"]["guided_choice"] == "choices"
+    assert support["fields"]["structured_outputs.grammar"] == "ebnf"
+    assert support["fields"]["structured_outputs.json_object"] == "json_schema"
+    assert support["fields"]["response_format"] == "json_schema or structural_tag"
+    assert support["limits"]["choices"] == limits.MAX_CHOICES
+    assert support["limits"]["compile_cpu_seconds"] == child.CPU_SECONDS
     assert support["max_bytes"] == MAX_CONSTRAINT_BYTES
     assert (support["tool_call_format"], support["reasoning_format"]) == (None, None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -266,6 +267,36 @@ def test_errors_about_a_schema_name_the_tool(hermes: Harness, http: httpx.Client
         said[0] = place
         error = post(http, tools=[WEATHER, NOW], **fields).json()["error"]
         assert (error["param"], error["message"]) == (param, f"{param} at /type: it is wrong")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_warnings_about_a_schema_name_the_tool(hermes: Harness, http: httpx.Client, streamed: bool) -> None:
+    places = ["/format/tags/1/content/json_schema at /x: it is odd", "and 3 more"]
+
+    def script(g: Generate) -> list[Message]:
+        begun = msgspec.structs.replace(started(g), warnings=places)
+        return [begun, Chunk(g.rid, 0, "", b"", None, Finish("length")), Ended(g.rid)]
+
+    hermes.tokenizer.script = script
+    text = post(http, tools=[WEATHER, NOW], tool_choice="required", stream=streamed).text
+    first = text.partition("data: ")[2].partition("\n")[0] if streamed else text
+    assert json.loads(first)["warnings"] == ["tools[1].function.parameters at /x: it is odd", "and 3 more"]
+
+
+def test_a_forced_call_that_is_cut_has_no_content(hermes: Harness, http: httpx.Client) -> None:
+    def script(g: Generate) -> list[Message]:
+        return [started(g), Chunk(g.rid, 0, "", b"", None, Finish("length")), Ended(g.rid)]
+
+    hermes.tokenizer.script = script
+    named = {"type": "function", "function": {"name": "now"}}
+    contents = []
+    for choice in ("required", named, "auto"):
+        answer = post(http, tools=[WEATHER, NOW], tool_choice=choice).json()
+        contents.append(answer["choices"][0]["message"]["content"])
+        parsing = hermes.tokenizer.wait_for(Generate)[-1].parsing
+        assert parsing is not None
+        assert parsing.calls_only == (choice != "auto")
+    assert contents == [None, None, ""]
 
 
 HISTORY: list[Any] = [

@@ -23,6 +23,7 @@ import sapwood
 from sapwood.srt.cli.chat_commands import Chat, Measures
 from sapwood.srt.cli.chat_screen import printable
 from sapwood.srt.cli.chat_sources import Messages, Piece, Usage
+from sapwood.srt.cli.chat_url import _lines, _piece
 from tests.models import tiny_llama
 from tests.serving import Server, serve
 
@@ -248,3 +249,10 @@ def test_a_model_cannot_steer_the_terminal() -> None:
     assert printable("\x1b[2Jred\x9b0m\r\x07\tand\n\U0001f468\u200d\U0001f469") == (
         "[2Jred0m\tand\n\U0001f468\u200d\U0001f469"
     )
+
+
+def test_an_answer_of_a_server_may_have_any_line_ends() -> None:
+    pieces = [b'data: {"choices":[{"delta":{"content":"a\xe2\x80', b'\xa8b"}}]}\r\n\ndata: [DONE]\n\n']
+    first, *rest = [line for line in _lines(iter(pieces)) if line.strip()]
+    assert _piece(first[5:].strip()).text == "a\u2028b"
+    assert rest == [b"data: [DONE]"]

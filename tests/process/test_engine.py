@@ -328,8 +328,8 @@ def test_ctrl_c_aborts_the_call_and_nothing_else(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({}, "exactly one of prompt and input_ids"),
-        ({"prompt": "a", "input_ids": [1]}, "exactly one of prompt and input_ids"),
+        ({}, "exactly one of prompt, input_ids and input"),
+        ({"prompt": "a", "input_ids": [1]}, "exactly one of prompt, input_ids and input"),
         ({"prompt": []}, "empty list"),
         ({"prompt": 5}, "text"),
         ({"prompt": "a\ud800"}, "lone surrogate"),

@@ -159,6 +159,16 @@ def test_a_stream_left_early_is_aborted(runtime: Runtime) -> None:
     assert state["slots_used"] == state["running"] == 0
 
 
+def test_a_streamed_text_may_have_any_line_separator(runtime: Runtime) -> None:
+    text = "a\u2028b\u0085c\u2029d"
+
+    async def main() -> list[str]:
+        sampling = {"regex": text, "max_new_tokens": 40}
+        return [piece async for piece in runtime.async_generate(PROMPTS[0], sampling)]
+
+    assert "".join(asyncio.run(main())) == text
+
+
 def test_a_real_server_answers(runtime: Runtime) -> None:
     assert runtime.url == runtime.endpoint == f"http://127.0.0.1:{runtime.port}"
     assert httpx.get(runtime.url + "/health").status_code == 200

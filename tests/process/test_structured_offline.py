@@ -65,6 +65,24 @@ def test_each_prompt_has_its_own(llm: LLM) -> None:
     assert third[0].text in ("yes", "no")
 
 
+def test_what_is_not_enforced_and_where_it_was_cut_are_told(llm: LLM) -> None:
+    odd = StructuredOutputsParams(json={**SCHEMA, "zzz": 1})
+    (output,) = llm.generate("x", SamplingParams(max_tokens=3, structured_outputs=odd))
+    assert output.warnings == ["structured_outputs.json at /zzz: it is no keyword; not enforced"]
+    cut = output.outputs[0]
+    assert cut.finish_reason == "length"
+    assert cut.incomplete is not None
+    assert (cut.incomplete.pointer, cut.incomplete.inside) in (
+        ("/kind", "string"),
+        ("", "key"),
+        ("", "object"),
+    )
+    whole = SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(json=SCHEMA))
+    for (output,) in (llm.generate("x", whole), llm.chat(ASK, whole)):
+        assert output.warnings == []
+        assert [one.incomplete for one in output.outputs] == [None]
+
+
 def test_what_cannot_be_enforced_is_refused(llm: LLM) -> None:
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "wat"}))
     with pytest.raises(BadRequest, match="/type"):

@@ -86,10 +86,14 @@ def test_required_calls_are_valid(server: Server, several: bool) -> None:
 
 
 def test_p26_a_call_that_is_cut_is_none(server: Server) -> None:
-    for limit in (1, 3, 10):
+    places = set()
+    for limit in (1, 3, 10, 20, 30, 40, 50, 60):
         choice = chat(server, tools=TOOLS, tool_choice="required", max_tokens=limit)["choices"][0]
         assert choice["finish_reason"] == "length"
         assert choice["incomplete"]["inside"]
+        assert choice["message"]["content"] is None
+        places.add(choice["incomplete"]["pointer"].partition("/arguments")[0])
+    assert "/tool_calls/0/function" in places
     none = chat(server, tools=TOOLS, tool_choice="none", max_tokens=10)["choices"][0]
     assert "tool_calls" not in none["message"]
     assert chat(server, tools=TOOLS, max_tokens=10)["choices"][0]["finish_reason"] in ("length", "stop")

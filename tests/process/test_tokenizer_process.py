@@ -37,6 +37,7 @@ from sapwood.srt.messages import (
     Finish,
     Generate,
     IdsPrompt,
+    Kept,
     Refused,
     Started,
     Stats,
@@ -266,7 +267,10 @@ def test_no_part_of_a_stop_string_leaks(bench: Bench) -> None:
     bench.send(Done(submit.key, 0, stop_at.n, "stop"))
     got = bench.server.until_end("r")
     text, ids, finish = joined(got)
-    assert (text, finish) == ("ABC", Finish("stop", "DEFGHIJ", stop_at.n))
+    assert finish is not None
+    assert finish.kept is not None
+    assert (text, finish) == ("ABC", Finish("stop", "DEFGHIJ", stop_at.n, kept=finish.kept))
+    assert byte_level().decode(ids[: finish.kept.tokens]) + finish.kept.rest == text
     assert len(ids) == stop_at.n
     assert not any(set("DEFGHIJKL") & set(m.text) for m in got[:-1])
 
@@ -291,7 +295,7 @@ def test_the_lower_position_wins_when_two_ends_cross(bench: Bench, late: tuple[A
     bench.send(Done(submit.key, 0, hit + after, reason, matched))
     assert bench.scheduler.next() == StopAt(submit.key, 0, hit)
     text, ids, finish = joined(bench.server.until_end("r"))
-    assert (text, ids, finish) == ("dogs", encoded("dogs!"), Finish("stop", "!", hit))
+    assert (text, ids, finish) == ("dogs", encoded("dogs!"), Finish("stop", "!", hit, kept=Kept(hit - 1, "")))
 
 
 def test_stop_strings_are_not_acted_on_before_min_tokens(bench: Bench) -> None:
@@ -354,7 +358,11 @@ def test_two_choices_end_each_by_itself_and_the_request_once(bench: Bench) -> No
     bench.send(Done(submit.key, 0, n, "length"))
     got = bench.server.until_end("r")
     assert joined(got, 0) == ("two", encoded("two"), Finish("length", None, n))
-    assert joined(got, 1) == ("one", encoded("one!"), Finish("stop", "!", stop_at.n))
+    assert joined(got, 1) == (
+        "one",
+        encoded("one!"),
+        Finish("stop", "!", stop_at.n, kept=Kept(stop_at.n - 1, "")),
+    )
     assert sum(isinstance(m, Ended) for m in got) == 1
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from bench import scheduler
 from sapwood.srt.cache import radix, slots
-from sapwood.srt.scheduler import ends, grammars, intake, lines, results, rows
+from sapwood.srt.scheduler import ends, grammars, intake, kept_paths, lines, programs, results, rows
 from tests.simulation.runs import Run, SimulationFailed, shrink
 
 SECONDS = 60.0
@@ -68,6 +68,9 @@ def test_seeds_cover_what_they_are_for() -> None:
         "Death",
         "Rebuild",
         "queue_timeout",
+        "what=program",
+        "program_not_found",
+        "released_tokens",
     ):
         assert what in said, what
     for reason in ("stop", "length", "abort", "error"):
@@ -175,6 +178,19 @@ def never_mind_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines.Line, "first", lambda self: self._best())
 
 
+def keep_for_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_paths.KeptPaths, "release", lambda self, program, now: 0)
+
+
+def count_a_position_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = programs.Programs.count
+
+    def broken(self: Any, part: Any, step_ends: Any, drafts: Any) -> None:
+        count(self, part._replace(starts=part.starts - (part.starts == 17)), step_ends, drafts)
+
+    monkeypatch.setattr(programs.Programs, "count", broken)
+
+
 @pytest.mark.parametrize(
     "sabotage",
     [
@@ -189,6 +205,8 @@ def never_mind_age(monkeypatch: pytest.MonkeyPatch) -> None:
         forget_where_grammars_end,
         begin_without_the_grammar,
         keep_a_rejected_slot,
+        keep_for_the_dead,
+        count_a_position_twice,
     ],
 )
 def test_a_fault_is_found(sabotage: Callable[[pytest.MonkeyPatch], None]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from sapwood.srt.cache.node import Node
 from sapwood.srt.scheduler.state import State
 from tests.simulation.clients import Clients
+from tests.simulation.programs import check_programs
 
 
 def check_sums(state: State) -> None:
@@ -27,6 +28,7 @@ def check_all(state: State, clients: Clients) -> None:
     _check_rows(state)
     _check_requests(state, clients)
     _check_locks(state)
+    check_programs(state)
 
 
 def _check_rows(state: State) -> None:
@@ -72,7 +74,7 @@ def _check_requests(state: State, clients: Clients) -> None:
         if not request.forked and state.sequences[key].row >= 0:
             reserved += request.rows_held(state.rows.capacity) - 1
         if request.params.logprob_start is not None:
-            first, end = max(1, request.params.logprob_start), len(request.prompt)
+            first, end = max(1, request.params.logprob_start), request.sent
             told = len(clients[key].reads)
             assert request.reads_from == (first + told - 1 if first + told < end else -1), request.rid
     assert state.reserved_rows == reserved, (state.reserved_rows, reserved)

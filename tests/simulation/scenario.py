@@ -45,14 +45,24 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
+class AboutProgram:
+    """A question about a program; with `end` it is ended."""
+
+    namespace: str
+    tenant: str
+    name: str
+    end: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """The server and the kind of traffic. `gap` is the mean time between bursts of up to `burst` requests;
     `chaos` scales how often something unexpected happens; so many prefixes are `listed` before all else. With
     `repeats` requests come again, and are drawn with few seeds, some of which give few tokens, so that drafts
     are kept; an `eager` scheduler proposes what does not pay, and keeps hardly any grammar. `grammars` is the
     share of requests that have one; a token adds `token_cost` to the time of a step, over that of an empty
-    one. The worker dies `deaths` times, the scheduler begins anew `rebuilds` times; `drain` ends what is
-    left.
+    one. `programs` is the share of requests that belong to one. The worker dies `deaths` times, the scheduler
+    begins anew `rebuilds` times; `drain` ends what is left.
     """
 
     options: dict[str, Any]
@@ -76,6 +86,7 @@ class Shape:
     grammars: float = 0.0
     token_cost: float = 0.0
     drain: bool = False
+    programs: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,7 @@ class Scenario:
     seed: int
     shape: Shape
     arrivals: list[Arrival]
-    questions: list[tuple[float, str]] = field(default_factory=list)
+    questions: list[tuple[float, str | AboutProgram]] = field(default_factory=list)
     deaths: list[float] = field(default_factory=list)
     rebuilds: list[float] = field(default_factory=list)
 

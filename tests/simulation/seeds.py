@@ -6,7 +6,10 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from tests.simulation.scenario import STEP, Scenario, Shape
+import msgspec
+
+from sapwood.srt.namespaces import LISTED
+from tests.simulation.scenario import STEP, AboutProgram, Arrival, Scenario, Shape
 from tests.simulation.traffic import Traffic
 
 POLICIES = ("lpm", "fcfs", "dfs-weight", "lof", "priority", "fair")
@@ -17,7 +20,8 @@ SHARINGS = ("families", "tree", "chat", "same", "cold", "short")
 def of_seed(seed: int, wide: bool = False) -> Scenario:
     """The scenario of a seed; a `wide` one has more rows and requests, and fewer accidents."""
     rng = random.Random(seed)
-    return fill(seed, _with_drafts(seed, _wide_shape(rng) if wide else _shape(rng)))
+    shape = _with_drafts(seed, _wide_shape(rng) if wide else _shape(rng))
+    return fill(seed, _with_programs(seed, shape))
 
 
 def fill(seed: int, shape: Shape) -> Scenario:
@@ -26,10 +30,47 @@ def fill(seed: int, shape: Shape) -> Scenario:
     arrivals = Traffic(rng, shape).arrivals()
     end = max((a.at for a in arrivals), default=0.0) + 20 * STEP
     kinds = ("flush", "state", "check", "tree", "explain", "tokenize")
+    questions: list[tuple[float, str | AboutProgram]]
     questions = sorted((rng.uniform(0, end), rng.choice(kinds)) for _ in range(shape.questions))
     deaths = sorted(rng.uniform(0, end) for _ in range(shape.deaths))
     rebuilds = sorted(rng.uniform(0, end) for _ in range(shape.rebuilds))
+    if shape.programs:
+        arrivals = _in_programs(random.Random(seed ^ 0x9806), shape, arrivals)
+        questions += _about_programs(random.Random(seed ^ 0xA5C), arrivals, end)
     return Scenario(seed, shape, arrivals, questions, deaths, rebuilds)
+
+
+def _with_programs(seed: int, shape: Shape) -> Shape:
+    rng = random.Random(seed ^ 0x9706)
+    timeout = STEP * rng.choice([1.0, 20.0, 100.0, 1e6])
+    share = rng.choice([0.0, 0.3, 1.0])
+    return replace(shape, options=shape.options | {"program_timeout": timeout}, programs=share)
+
+
+def _in_programs(rng: random.Random, shape: Shape, arrivals: list[Arrival]) -> list[Arrival]:
+    """Some of the requests belong to programs: what follows in a chat to that of its last turn."""
+    names = [f"p{i}" for i in range(rng.choice([1, 3, 12]))]
+    found: list[Arrival] = []
+    for arrival in arrivals:
+        program = ""
+        if arrival.namespace != LISTED and rng.random() < shape.programs:
+            before = found[arrival.follows].scheduling.program if arrival.follows >= 0 else ""
+            program = before or rng.choice(names)
+        scheduling = msgspec.structs.replace(arrival.scheduling, program=program)
+        found.append(replace(arrival, scheduling=scheduling))
+    return found
+
+
+def _about_programs(
+    rng: random.Random, arrivals: list[Arrival], end: float
+) -> list[tuple[float, str | AboutProgram]]:
+    asked: list[tuple[float, str | AboutProgram]] = []
+    for arrival in arrivals:
+        place = arrival.scheduling
+        if place.program and rng.random() < 0.2:
+            about = AboutProgram(arrival.namespace, place.tenant, place.program, rng.random() < 0.5)
+            asked.append((min(end, arrival.at + rng.expovariate(1 / (10 * STEP))), about))
+    return asked
 
 
 def _shape(rng: random.Random) -> Shape:

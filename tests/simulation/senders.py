@@ -13,7 +13,7 @@ from sapwood.srt.namespaces import LISTED
 from tests.simulation.answers import Asked, check_answer
 from tests.simulation.clients import Clients, tokens_of
 from tests.simulation.clock import Channel, Clock
-from tests.simulation.scenario import STEP, Abort, Arrival, Scenario
+from tests.simulation.scenario import STEP, Abort, AboutProgram, Arrival, Scenario
 
 KEYS = 1 << 40
 """The first key of each tokenizer is a multiple, plus 1."""
@@ -46,7 +46,7 @@ class Senders:
         self._outboxes = [channel(lambda frame: take(*messages.decode(frame))) for _ in self._next_key]
         self._listing: set[int] = set()
         """Places of the prefixes that are not listed yet."""
-        self._calls: dict[int, str] = {}
+        self._calls: dict[int, str | AboutProgram] = {}
         self._answered: set[int] = set()
 
     def begin(self) -> None:
@@ -97,12 +97,15 @@ class Senders:
             assert over - INSTANT <= now, "ended before its deadline"
             assert now <= max(over, asked.taken_in) + LATEST + INSTANT, "its deadline is long over"
 
-    def answered(self, message: Answer) -> None:
-        """It answers a question."""
+    def answered(self, message: Answer) -> bool:
+        """It answers a question; whether that is about a program."""
         what = self._calls[message.call]
         assert message.call not in self._answered, "two answers"
         self._answered.add(message.call)
+        if isinstance(what, AboutProgram):
+            return True
         assert (message.error is not None) == (what == "tokenize"), f"{what}: {message.error}"
+        return False
 
     def check_over(self) -> None:
         """Every request has ended, and every question was answered."""
@@ -220,6 +223,10 @@ class Senders:
     def _ask(self, what: Any) -> None:
         call, rng = len(self._calls), self._rng
         self._calls[call] = what
+        if isinstance(what, AboutProgram):
+            options = {"program": what.name, "tenant": what.tenant, "end": what.end}
+            self._send(0, Ask(call, "program", 0, None, what.namespace, options))
+            return
         options: dict[str, Any] = {}
         prompt, namespace = None, ""
         if what == "explain":

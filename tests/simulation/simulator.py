@@ -17,7 +17,7 @@ from typing import Any
 from sapwood.srt import messages
 from sapwood.srt.config import make
 from sapwood.srt.errors import SapwoodError
-from sapwood.srt.messages import Answer, Done, Step, Submit
+from sapwood.srt.messages import Answer, Ask, Done, Step, StepResult, Submit
 from sapwood.srt.scheduler.loop import Scheduler, make_state
 from sapwood.srt.scheduler.state import State
 from sapwood.srt.scheduler.step_cost import StepCost
@@ -26,6 +26,7 @@ from tests.simulation.clients import Clients
 from tests.simulation.clock import Channel, Clock
 from tests.simulation.machine import Death, Machine, Ready
 from tests.simulation.overtaking import Overtaking
+from tests.simulation.programs import Programs
 from tests.simulation.scenario import STEP, Scenario
 from tests.simulation.senders import Senders
 from tests.simulation.shown import shown
@@ -88,6 +89,7 @@ class Simulation:
         self.scheduler = Scheduler(state, self._send)
         self._overtaking = Overtaking(state) if thorough else None
         self.senders = Senders(scenario, self.clock, self.clients, self.channel, self._take)
+        self._programs = Programs()
         self._machine = Machine(scenario, self.clock, self.channel, self._take, self.senders.asked)
         self._inbox: list[Any] = []
         self._steps: list[Any] = []
@@ -171,11 +173,18 @@ class Simulation:
                     self.senders.resized(self.state.max_request_tokens)
             case Rebuild():
                 self.senders.lost()
+                self._programs.lost()
                 self.scheduler.rebuild(SapwoodError("begun anew").info())
             case _:
                 if isinstance(message, Submit):
                     self.senders.taken_in(message, self.state.max_request_tokens)
+                if isinstance(message, Ask) and message.what == "program":
+                    self._programs.asked(self.state, message)
+                if isinstance(message, StepResult):
+                    self._programs.answered(message)
                 self.scheduler.handle(message)
+                if isinstance(message, Submit):
+                    self._programs.taken_in(self.state, message)
         if self.state is not before and self._overtaking is not None:
             self.worst = max(self.worst, self._overtaking.worst)
             self._overtaking = Overtaking(self.state)
@@ -184,6 +193,7 @@ class Simulation:
         if index > self._worker:
             self._worker = index
             self.senders.lost()
+            self._programs.lost()
             self.scheduler.lose_worker("the worker died")
 
     def _post(self, batch: list[Any]) -> None:
@@ -204,6 +214,8 @@ class Simulation:
             assert choice == start.choice
             client.check_start(start)
             self._machine.serves[start.row, step.number] = client.submit.key
+        if isinstance(step, Step):
+            self._programs.sent(self.state, step)
         self._steps.append(step)
         return True
 
@@ -215,9 +227,11 @@ class Simulation:
             for message in told:
                 self._say(f"scheduler -> tokenizer {tokenizer}", message)
                 if isinstance(message, Answer):
-                    self.senders.answered(message)
+                    self._answered(message)
                     continue
                 self.clients.tell(message)
+                if isinstance(message, Done):
+                    self._programs.done(message.key, message)
                 if isinstance(message, Done) and message.error is not None:
                     self.senders.failed(message)
         if self._thorough:
@@ -225,9 +239,14 @@ class Simulation:
         else:
             checks.check_sums(self.state)
 
+    def _answered(self, message: Answer) -> None:
+        if self.senders.answered(message):
+            self._programs.told(message)
+
     def _finish(self) -> None:
         self.senders.check_over()
         checks.check_all(self.state, self.clients)
         checks.check_idle(self.state)
+        self._programs.check_over(self.state)
         if self._overtaking is not None:
             self.worst = max(self.worst, self._overtaking.worst)

@@ -143,6 +143,9 @@ class Traffic:
             wanted |= {"logprobs": 2}
         elif kind < 0.17:
             wanted |= {"max_tokens": 0, "n": 1, "pooling": rng.choice(["last", "mean"])}
+        elif kind < 0.22:
+            start = rng.choice([0, rng.randrange(60), length - 1])
+            wanted |= {"max_tokens": 0, "n": 1, "logprobs": 0, "logprob_start": start, "judges_last": True}
         return SamplingParams(**wanted)
 
     def _scheduling(self) -> Scheduling:

@@ -138,7 +138,7 @@ class World:
             params = request.params
             if params.logprob_start is None:
                 continue
-            first, end = max(1, params.logprob_start), len(request.prompt)
+            first, end = max(1, params.logprob_start), request.sent
             told = len(self.clients[key].reads)
             assert request.reads_from == (first + told - 1 if first + told < end else -1)
 

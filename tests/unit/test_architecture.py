@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bounded": {"bounded_child", "errors"},
     "bounded_child": set(),
     "grammar": WIRED | {"bounded", "bounded_child"},
-    "tokenizer": WIRED | {"bounded", "bounded_child"},
+    "tokenizer": WIRED | {"bounded", "bounded_child", "grammar"},
     "server": WIRED | {"client", "grammar", "metrics", "sapwood"},
     "scheduler": WIRED | {"cache"},
     "worker": WIRED | {"models", "loader", "kernels", "grammar"},
@@ -55,11 +55,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"client", "launch", "launch_thread", "offline_work", "progress", "server", "tokenizer"},
     "offline_work": LEAVES | {"client", "server"},
     "offline_requests": LEAVES | {"client", "llm_params", "offline_work", "server"},
+    "offline_door": LEAVES | {"offline_requests", "offline_work", "server"},
     "engine": LEAVES
     | {
         "flags",
         "loader",
         "offline",
+        "offline_door",
         "offline_requests",
         "offline_work",
         "progress",
@@ -96,7 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "serve",
         "server",
     },
-    "sapwood": set(),
+    "sapwood": {"lang", "engine", "llm", "llm_params", "runtime"},
     "__main__": {"cli"},
 }
 """Room: the other rooms that its files may import. A room is lang, kernels, or a folder or file of srt."""
@@ -126,6 +128,7 @@ MAY_NEED: dict[str, set[str]] = {
     "engine": {"msgspec"},
     "llm_outputs": {"numpy"},
     "llm_params": {"msgspec"},
+    "offline_door": {"msgspec"},
     "offline_requests": {"msgspec"},
     "offline_work": {"msgspec"},
     "progress": {"rich"},

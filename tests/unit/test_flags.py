@@ -63,7 +63,7 @@ def test_a_field_that_others_have_under_our_name_is_in_the_table() -> None:
         "split_special_tokens", "tokenizer_workers", "max_body_bytes", "stream_buffer", "request_timeout",
         "log_format", "log_stats", "pooling", "drain_timeout", "heartbeat_timeout", "cpu_isa", "num_threads",
         "weight_cache", "queue_timeout", "cache_isolation", "shared_prefixes", "restart_worker",
-        "json_whitespace",
+        "json_whitespace", "program_timeout",
     }  # fmt: skip
     assert set(Config.__struct_fields__) - set(by_name()) == ours_alone
     for name in set(Config.__struct_fields__) & set(by_name()):

@@ -188,3 +188,11 @@ def test_many_rules_that_cannot_be_told_apart_end_soon() -> None:
     matcher = compiled("ebnf", f'root ::= r0\n{chain}\nr300 ::= "x"')
     assert takes(matcher, "a" * 300 + "x")
     assert not takes(matcher, "a" * 299 + "x")
+
+
+@pytest.mark.parametrize("after", ["", "</think>"])
+@pytest.mark.parametrize("start", ["start", "?start", "!start", "!?start"])
+def test_lark_s_start_may_have_its_marks(start: str, after: str) -> None:
+    matcher = compiled("ebnf", f'{start}: x "c"\n?x: "a" | "b"', after=after)
+    assert takes(matcher, f"{after}ac")
+    assert not takes(matcher, f"{after}cc")

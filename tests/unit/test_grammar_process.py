@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from sapwood.srt.errors import BadRequest, ErrorInfo, SapwoodError, Unavailable
@@ -18,7 +19,7 @@ from sapwood.srt.messages import Compile, Compiled, Forget, Grammar, GrammarStat
 from sapwood.srt.params import Constraint
 
 FAULT = BadRequest("f is wrong", param="f").info()
-GRAMMAR = Grammar(b"key", "start: /a/", ["a warning"])
+GRAMMAR = Grammar(b"key", "start: /a/", [])
 
 
 class Work:
@@ -134,6 +135,20 @@ def test_what_is_wrong_is_told_with_the_requests_own_field(bench: Bench) -> None
     bench.ask(4)
     bench.ask(5, field="g")
     assert bench.boxes[0].take() == [Compiled(4, None, FAULT), Compiled(5, None, other)]
+    assert not bench.work.put_in
+
+
+def test_what_is_not_enforced_is_told_with_the_requests_own_field(bench: Bench) -> None:
+    bench.ask(1)
+    bench.ask(2, field="g")
+    warned, other = (msgspec.structs.replace(GRAMMAR, warnings=[f"{field} is odd"]) for field in "fg")
+    bench.finish(warned)
+    assert bench.boxes[0].take() == [Compiled(1, warned)]
+    bench.finish(other)
+    assert bench.boxes[0].take() == [Compiled(2, other)]
+    bench.ask(3)
+    bench.ask(4, field="g")
+    assert bench.boxes[0].take() == [Compiled(3, warned), Compiled(4, other)]
     assert not bench.work.put_in
 
 

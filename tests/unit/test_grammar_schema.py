@@ -44,10 +44,10 @@ def refusal(schema: Any) -> str:
             {"type": "object", "properties": 5},
             "at /properties: properties must be an object of schemas, got 5",
         ),
-        ({"$ref": "#/nope"}, 'at /$ref: $ref: "#/nope" leads to no place'),
+        ({"$ref": "#/nope"}, 'at /$ref: "#/nope" leads to no place'),
         ({"properties": {"a/b": {"$ref": "other.json#/x"}}}, "at /properties/a~1b/$ref"),
         ({"$ref": "https://example.com/s.json"}, "leads to no place in the schema"),
-        ({"pattern": "("}, "at /pattern: pattern"),
+        ({"pattern": "("}, 'at /pattern: "(" is no pattern: an unmatched ( at position 0'),
         (5, "a schema is an object, true or false, got 5"),
         ("x", 'got "x"'),
         ([], "got []"),
@@ -94,7 +94,7 @@ def test_lone_surrogates_are_refused() -> None:
         ({"type": "array", "uniqueItems": True}, "at /uniqueItems"),
         ({"properties": {"a": {"type": "array", "contains": {"type": "null"}}}}, "at /properties/a/contains"),
         ({"type": "array", "maxItems": 3, "contains": {}, "maxContains": 1}, "at /maxContains"),
-        ({"$dynamicRef": "#x"}, "at /$dynamicRef: $dynamicRef: it is not supported"),
+        ({"$dynamicRef": "#x"}, "at /$dynamicRef: it is not supported"),
         ({"type": "string", "nullable": True}, "at /nullable"),
         ({"type": "number", "not": {"multipleOf": 2}}, "at /multipleOf"),
         ({"type": "object", "minProperties": 2}, "at /minProperties"),
@@ -112,7 +112,8 @@ def test_what_cannot_be_exact_is_refused_or_if_lenient_a_warning(schema: dict[st
     assert place in document.warnings[0]
     # A `not` that cannot be told without a keyword in it is not enforced either.
     assert len(document.warnings) == 1 + ("not" in schema)
-    assert all(warning.endswith("; not enforced") for warning in document.warnings)
+    effect = "; null is not admitted by it" if "nullable" in schema else "; not enforced"
+    assert all(warning.endswith(effect) for warning in document.warnings)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,8 @@ def test_leniency_leaves_out_only_what_cannot_be_enforced(
 ) -> None:
     document = front({**schema, "x-lenient": True})
     assert [allows(document, value) for value in yes + no] == [True] * len(yes) + [False] * len(no)
-    assert [warning.split(": ")[1] for warning in document.warnings] == warned
+    places = [warning.split(": ")[0] for warning in document.warnings]
+    assert [place.rpartition("/")[2] for place in places] == warned
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_leniency_leaves_out_only_what_cannot_be_enforced(
     ],
 )
 def test_patterns_that_are_not_regular_or_none_are_refused_by_name(pattern: str) -> None:
-    assert "schema at /pattern: pattern: " in refusal({"pattern": pattern})
+    assert f"schema at /pattern: {json.dumps(pattern)}" in refusal({"pattern": pattern})
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_old_drafts_are_read_by_their_own_rules() -> None:
     assert not allows(front(beside), {"x": 3})
     document = front({**beside, "$schema": draft7})
     assert allows(document, {"x": 3})
-    assert "/properties/x/maximum: maximum: it has no effect beside $ref in draft 7" in document.warnings[0]
+    assert "/properties/x/maximum: it has no effect beside $ref in draft 7" in document.warnings[0]
     document = front({"$schema": "http://json-schema.org/draft-04/schema#", "if": {}, "then": False})
     assert allows(document, 1)
     assert ["at /if" in warning or "at /then" in warning for warning in document.warnings] == [True]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from sapwood.srt.messages import Incomplete
 from sapwood.srt.params import Parsing
 from sapwood.srt.tokenizer.parsers.calls import MAX_CALL_CHARS, MAX_DEPTH
 from sapwood.srt.tokenizer.parsers.literals import NotLiteral, keywords
@@ -385,3 +386,66 @@ def test_literals() -> None:
     assert value("[true, false, null, True, False, None]") == [True, False, None] * 2
     assert keywords("") == {}
     assert json.dumps(keywords("b=1, a=2,")) == '{"b": 1, "a": 2}'
+
+
+CUT: list[tuple[str, str, Incomplete | None]] = [
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"l": ["x', Incomplete("/l/0", "string")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a', Incomplete("", "key")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 12', Incomplete("/a", "number")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {', Incomplete("", "object")),
+    ("llama3_json", '{"name": "f", "parameters": {"a": {"b~/": tr', Incomplete("/a/b~0~1", "literal")),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"l": [1, [', Incomplete("/l/1", "array")),
+    ("mistral_args", '[TOOL_CALLS]f[ARGS]{"l": {"x": "', Incomplete("/l/x", "string")),
+]
+
+
+@pytest.mark.parametrize(("tool_format", "text", "place"), CUT)
+def test_where_the_arguments_of_a_cut_call_stand(tool_format: str, text: str, place: Incomplete) -> None:
+    for pieces in cuts(text):
+        parser = OutputParser(tools(tool_format), False)
+        for piece in pieces:
+            parser.feed(piece)
+        parser.finish()
+        pointer = f"/tool_calls/0/function/arguments{place.pointer}"
+        assert parser.place == Incomplete(pointer, place.inside)
+
+
+def test_the_second_call_is_told_from_the_first() -> None:
+    parser = OutputParser(tools("hermes"), False)
+    parser.feed(f"<tool_call>{F1}</tool_call>")
+    assert parser.place is None
+    parser.feed('<tool_call>{"name": "f"')
+    assert parser.place is None
+    parser.feed(', "arguments": {"a": "')
+    assert parser.place == Incomplete("/tool_calls/1/function/arguments/a", "string")
+    parser.feed('"}')
+    assert parser.place == Incomplete("/tool_calls/1/function", "object")
+    parser.feed("}")
+    assert parser.place is None
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "call"),
+    [
+        ("hermes", f"<tool_call>\n{F1}\n</tool_call>"),
+        ("llama3_json", F1.replace("arguments", "parameters")),
+        ("mistral", f"[TOOL_CALLS] [{F1}]"),
+        ("mistral_args", f"[TOOL_CALLS]f[ARGS]{B}"),
+    ],
+)
+def test_a_forced_call_is_no_content_wherever_it_is_cut(tool_format: str, call: str) -> None:
+    forced = Parsing(tool_format, NAMES, calls_only=True)
+    leaked = 0
+    for end in range(len(call) + 1):
+        for pieces in ([call[:end]], [*call[:end]]):
+            assert read(forced, pieces).content == ""
+            leaked += read(tools(tool_format), pieces).content != ""
+    assert leaked > 0
+    whole = read(forced, [call])
+    assert (whole.content, whole.called, len(whole.calls)) == ("", True, 1)
+
+
+def test_forced_calls_come_after_the_reasoning() -> None:
+    parsing = Parsing("hermes", NAMES, "think", calls_only=True)
+    whole = read(parsing, ["<think>\nHm.</think>\n\n<tool_ca"])
+    assert (whole.reasoning, whole.content) == ("Hm.", "")

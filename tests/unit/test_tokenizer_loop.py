@@ -25,6 +25,7 @@ from sapwood.srt.messages import (
     Finish,
     Generate,
     IdsPrompt,
+    Kept,
     Started,
     StopAt,
     Submit,
@@ -40,6 +41,7 @@ from sapwood.srt.tokenizer.background import LONG_CHARS, Background
 from sapwood.srt.tokenizer.delivery import Delivery
 from sapwood.srt.tokenizer.isolation import IsolatedTemplate
 from sapwood.srt.tokenizer.parsers.output import OutputParser
+from sapwood.srt.tokenizer.parts import Encoded
 from sapwood.srt.tokenizer.process import TokenizerLoop
 from sapwood.srt.tokenizer.prompts import PromptEncoder
 from sapwood.srt.tokenizer.vocabulary import Vocabulary
@@ -103,6 +105,13 @@ def ids_of(text: str) -> list[int]:
     return ids
 
 
+def kept_of(ids: list[int], text: str) -> Kept:
+    """The most tokens whose batch decode the text begins with."""
+    decoded = (byte_level().decode(ids[:tokens]) for tokens in range(len(ids) + 1))
+    tokens, chars = max((i, len(part)) for i, part in enumerate(decoded) if text.startswith(part))
+    return Kept(tokens, text[chars:])
+
+
 def expected(ids: list[int], stops: list[str], min_tokens: int, limit: int) -> tuple[str, Finish]:
     """What a choice should come to: ids run to EOS or `limit`; text is the batch decode, cut at a stop."""
     end = ids.index(EOS) + 1 if EOS in ids[:limit] else limit
@@ -118,7 +127,7 @@ def expected(ids: list[int], stops: list[str], min_tokens: int, limit: int) -> t
         ]
         if hits:
             at, _, stop = min(hits)
-            return text[:at], Finish("stop", stop, n)
+            return text[:at], Finish("stop", stop, n, kept=kept_of(shown[:n], text[:at]))
     text = byte_level().decode(shown)
     return text, Finish("stop", EOS, end) if EOS in ids[:limit] else Finish("length", None, end)
 
@@ -378,9 +387,9 @@ def test_a_prompt_aborted_while_a_thread_encodes_it_is_never_submitted() -> None
     bench = Bench()
     go, plain = threading.Event(), bench.loop._encoder.encode
 
-    def slow(job: Any) -> bytes:
+    def slow(job: Any) -> Encoded:
         go.wait(20)
-        return plain(job[1].prompt)
+        return Encoded(plain(job[1].prompt))
 
     bench.loop._background = Background(slow, "not encoded")
     long = TextPrompt("x" * (LONG_CHARS + 1))

@@ -18,6 +18,7 @@ from sapwood.srt.messages import (
     Finish,
     Generate,
     IdsPrompt,
+    Kept,
     Refused,
     StopAt,
     TokenLogprob,
@@ -130,7 +131,7 @@ def test_an_end_of_any_kind_brings_what_waited(how: str) -> None:
         bench.step(tokens((key, ids_of(".")[0])))
         assert bench.scheduler.take() == [StopAt(key, 0, 5)]
         bench.step(Done(key, 0, 5, "stop"))
-        last = Finish("stop", ".", 5)
+        last = Finish("stop", ".", 5, kept=Kept(4, ""))
     else:
         error = ErrorInfo(500, "server_error", "x", "y")
         bench.step(Done(key, 0, 4, "error", None, error) if how == "error" else Refused(key, error))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+from msgspec.structs import replace
 
-from sapwood.srt.messages import Chunk, Done, Finish, Incomplete, pack
+from sapwood.srt.messages import Chunk, Done, Finish, Incomplete, Kept, pack
 from sapwood.srt.params import Constraint, Parsing, SamplingParams
 from sapwood.srt.tokenizer.detokenizer import TextStream
 from sapwood.srt.tokenizer.requests import Request
@@ -22,6 +23,9 @@ class Words(TextStream):
 
     def push(self, token: int) -> str:
         return self._words.get(token, chr(token))
+
+    def pending(self) -> str:
+        return ""
 
     def finish(self) -> str:
         return ""
@@ -104,7 +108,7 @@ def test_calls_count_only_if_they_are_complete_and_the_end_is_the_models() -> No
     assert run([*call[:-4], EOS], parsing=TOOLS)[1].reason == "stop"
     assert run([*call, 1, *spell(CALL[:-3]), EOS], parsing=TOOLS)[1].reason == "stop"
     _, finish = run([*call, *spell("END")], parsing=TOOLS, stop=["END"])
-    assert finish == Finish("stop", "END", len(call) + 3, None, 5, 3)
+    assert finish == Finish("stop", "END", len(call) + 3, None, 5, 3, Kept(len(call), ""))
     chunks, finish = run([*spell("plain text"), EOS], parsing=TOOLS)
     assert (content(chunks), finish.reason) == ("plain text", "stop")
 
@@ -160,6 +164,17 @@ def test_where_a_document_was_cut() -> None:
     assert run(spell("aa"), constraint=regex, reason="length")[1].incomplete == Incomplete("", "text")
 
 
+def test_where_a_constrained_call_was_cut() -> None:
+    tag = Constraint("structural_tag", "{}", "tools")
+    calls = replace(TOOLS, calls_only=True)
+    cut = [1, *spell('{"name": "f", "arguments": {"a": ["x')]
+    _, finish = run(cut, constraint=tag, parsing=calls, reason="length")
+    assert finish.incomplete == Incomplete("/tool_calls/0/function/arguments/a/0", "string")
+    chunks, finish = run(cut[:12], constraint=tag, parsing=calls, reason="length")
+    assert (content(chunks), finish.incomplete) == ("", Incomplete("", "text"))
+    assert run(cut, parsing=TOOLS, reason="length")[1].incomplete is None
+
+
 def test_where_a_document_after_reasoning_was_cut() -> None:
     text = spell('<think>{"no": "</think>\n\n{"a": 12')
     _, finish = run(text, constraint=SCHEMA, parsing=THINK, reason="length")
@@ -173,6 +188,12 @@ def test_a_stop_string_ends_a_document_that_is_incomplete() -> None:
     chunks, finish = run(spell('{"a": "xENDy'), constraint=SCHEMA, stop=["END"])
     assert content(chunks) == '{"a": "x'
     assert (finish.reason, finish.matched, finish.incomplete) == ("stop", "END", None)
+
+
+def test_a_pattern_ends_a_document_that_is_incomplete() -> None:
+    chunks, finish = run(spell('{"a": "x12y'), constraint=SCHEMA, stop_regex=["[0-9]+"], min_tokens=10)
+    assert content(chunks) == '{"a": "x'
+    assert finish == Finish("stop", "[0-9]+", 10, None, 5, 3, Kept(8, ""))
 
 
 def test_the_eos_that_ends_a_document_is_no_text() -> None:

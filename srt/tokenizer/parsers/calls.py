@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Collection
 
-from sapwood.srt.messages import CallDelta
+from sapwood.srt.messages import CallDelta, Incomplete
 from sapwood.srt.tokenizer.partial_json import JsonScanner
 
 MAX_CALL_CHARS = 65_536
@@ -36,6 +36,11 @@ class Calls:
     def whole(self) -> bool:
         """Whether there are calls, and each that has begun is complete."""
         return self.any and self.complete == self._begun
+
+    @property
+    def pointer(self) -> str:
+        """Where the last call that has begun stands in the answer's message."""
+        return f"/tool_calls/{self._begun - 1}/function"
 
     def begin(self, name: str) -> None:
         self._new.append(CallDelta(self._begun, id=f"call_{secrets.token_hex(12)}", name=name))
@@ -87,6 +92,14 @@ class CallReader:
     @property
     def begun(self) -> bool:
         return bool(self.name and self._key)
+
+    @property
+    def place(self) -> Incomplete | None:
+        """What is being written, by a pointer from the call's function; None if the call is complete."""
+        found, key = self._scanner.place, f"/{self._key}"
+        if found is None or not f"{found.pointer}/".startswith(f"{key}/"):
+            return found
+        return Incomplete(f"/{_ARGUMENTS[0]}{found.pointer[len(key) :]}", found.inside)
 
     def feed(self, text: str) -> int:
         """Take text; how many characters of it belong to the call."""
@@ -160,6 +173,11 @@ class ArgumentsReader:
     @property
     def begun(self) -> bool:
         return bool(self._new)
+
+    @property
+    def place(self) -> Incomplete | None:
+        found = self._scanner.place
+        return None if found is None else Incomplete(f"/{_ARGUMENTS[0]}{found.pointer}", found.inside)
 
     def feed(self, text: str) -> int:
         at = self._scanner.feed(text)

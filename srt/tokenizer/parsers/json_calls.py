@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple
 
+from sapwood.srt.messages import Incomplete
 from sapwood.srt.tokenizer.parsers.calls import ArgumentsReader, CallReader, Calls, held
 
 MAX_HEAD = 1024
@@ -82,6 +83,12 @@ class JsonCalls:
         if not self._calls.any:
             self._shown += self._white
         return self._take()
+
+    @property
+    def place(self) -> Incomplete | None:
+        """Where the open call stands; None if there is none."""
+        inner = self._reader.place if self._calls.open else None
+        return None if inner is None else Incomplete(f"{self._calls.pointer}{inner.pointer}", inner.inside)
 
     def _take(self) -> str:
         text = "".join(self._shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
-from sapwood.srt.messages import CallDelta
+from sapwood.srt.messages import CallDelta, Incomplete
 from sapwood.srt.params import Parsing
 from sapwood.srt.tokenizer.parsers import pythonic, thinking
 from sapwood.srt.tokenizer.parsers.calls import Calls
@@ -20,6 +20,10 @@ class CallParser(Protocol):
     def feed(self, text: str) -> str: ...
 
     def finish(self) -> str: ...
+
+    @property
+    def place(self) -> Incomplete | None:
+        """Where the call at hand stands; None if there is none, or that is not known."""
 
 
 class Told(NamedTuple):
@@ -64,6 +68,7 @@ class OutputParser:
 
     def __init__(self, parsing: Parsing, reasons: bool) -> None:
         self._calls = Calls()
+        self._calls_only = parsing.calls_only
         self._reasoning = Reasoning(reasons) if parsing.reasoning_format else None
         self._tools: CallParser | None = None
         if parsing.tool_format:
@@ -73,6 +78,11 @@ class OutputParser:
     def called(self) -> bool:
         """Whether there are calls, and all of them are complete."""
         return self._calls.whole
+
+    @property
+    def place(self) -> Incomplete | None:
+        """Where the call at hand stands, by a JSON pointer into the answer's message."""
+        return None if self._tools is None else self._tools.place
 
     def feed(self, text: str) -> Told:
         return self._told(lambda reasoning: reasoning.feed(text), text, last=False)
@@ -85,4 +95,5 @@ class OutputParser:
         reasoning, content = take(self._reasoning) if self._reasoning is not None else ("", text)
         if self._tools is not None:
             content = self._tools.feed(content) + (self._tools.finish() if last else "")
+            content = "" if self._calls_only else content
         return Told(reasoning, content, tuple(self._calls.take()))

@@ -49,6 +49,11 @@ class PythonicCalls:
         between = self._calls.any and self._state in ("tail", "name", "end")
         return "" if between and not self._raw.strip(_WHITE + ",") else self._take()
 
+    @property
+    def place(self) -> None:
+        """It is never known: a call is told once it is complete."""
+        return None
+
     def _take(self) -> str:
         text, self._raw, self._at = self._raw, "", 0
         return text

@@ -1,0 +1,45 @@
+"""JSON extraction: what a text is about, as a value of a type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.lang.data import gsm8k
+from sapwood import State, function, gen
+
+COUNT = 16
+
+
+@dataclass
+class Facts:
+    """What is asked of a text."""
+
+    people: list[str]
+    numbers: list[int]
+    asks_for: str
+
+
+@function
+def program(s: State, text: str) -> None:
+    s += INSTRUCTIONS
+    s += "Text: " + text + "\nJSON: "
+    s += gen("facts", max_tokens=96, temperature=0, json_schema=Facts)
+
+
+INSTRUCTIONS = """Read the text and write down as JSON which people it names, which numbers it has,
+and what it asks for.
+
+Text: Anna buys 3 apples for $2 each. How much does she pay?
+JSON: {"people": ["Anna"], "numbers": [3, 2], "asks_for": "the price"}
+
+"""
+
+
+def arguments(data: Path, count: int = COUNT) -> list[dict[str, Any]]:
+    return [{"text": row["question"]} for row in gsm8k(data)[:count]]
+
+
+def right(data: Path, states: list[State]) -> str:
+    return f"{sum(isinstance(s['facts'], Facts) for s in states)} of {len(states)} are whole"

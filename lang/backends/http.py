@@ -1,0 +1,246 @@
+"""HTTP for the backends: JSON answers and server-sent events, from any number of loops at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+
+from sapwood.lang.errors import RequestFailed
+
+CONNECT_SECONDS = 10.0
+MAX_CONNECTIONS = 1000
+"""Of one loop; further requests wait for one of them. A process may often have 1,024 open files."""
+SHARD = 32
+"""Connections of one client: finding a free one takes a client as long as it has connections."""
+
+_STATUS = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "rate_limit_error": 429,
+    "timeout_error": 504,
+}
+"""What an error within a stream would have been answered with (else 500)."""
+
+
+class Http:
+    """A server at `url`. Requests of a loop share its connections, which end with the loop (as asyncio.run
+    ends one) or by `aclose`.
+
+    `verify`: a file of certificates to trust in place of the system's, or False to trust any. `timeout`: the
+    seconds for which the server may send nothing (None: an answer takes as long as it takes). Every failure
+    is a RequestFailed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        verify: str | bool | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ValueError(f"the url of a server must be http://... or https://..., got {url!r}")
+        self.url = url.rstrip("/")
+        self._options: dict[str, Any] = {
+            "headers": {"Content-Type": "application/json", **_bearer(api_key)},
+            "timeout": httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None),
+            # A proxy of the environment is not for this machine.
+            "trust_env": parsed.host not in ("localhost", "127.0.0.1", "::1"),
+            "verify": _trusted(parsed.scheme, verify),
+        }
+        self._loops: dict[asyncio.AbstractEventLoop, _Clients] = {}
+
+    async def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON value of an answer."""
+        content = None if body is None else _json(body)
+        async with self._client() as client:
+            try:
+                answer = await client.request(method, self.url + path, content=content)
+            except httpx.TransportError as e:
+                raise self._unreachable(e) from None
+        return self._value(method, path, answer.status_code, answer.content)
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The JSON objects of a stream of server-sent events until its `[DONE]`; closed early, it closes the
+        connection, by which the server knows that nobody listens."""
+        async with self._client() as client:
+            try:
+                async with client.stream("POST", self.url + path, content=_json(body)) as answer:
+                    if answer.status_code != 200:
+                        self._value("POST", path, answer.status_code, await answer.aread())
+                    async for data in sse(answer.aiter_bytes()):
+                        if data == b"[DONE]":
+                            return
+                        event = json.loads(data)
+                        if "error" in event:
+                            raise failure(_STATUS.get(event["error"].get("type"), 500), event)
+                        yield event
+            except httpx.TransportError as e:
+                raise self._unreachable(e) from None
+        raise RequestFailed(f"the stream of {self.url}{path} broke off")
+
+    def send_now(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """`send` without a loop: it blocks."""
+        content = None if body is None else _json(body)
+        try:
+            with httpx.Client(**self._options) as client:
+                answer = client.request(method, self.url + path, content=content)
+        except httpx.TransportError as e:
+            raise self._unreachable(e) from None
+        return self._value(method, path, answer.status_code, answer.content)
+
+    async def aclose(self) -> None:
+        """Close the running loop's connections."""
+        clients = self._loops.get(asyncio.get_running_loop())
+        if clients is not None:
+            await clients.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+        loop = asyncio.get_running_loop()
+        clients = self._loops.get(loop)
+        if clients is None:
+            clients = self._loops[loop] = _Clients(self._options, lambda: self._loops.pop(loop, None))
+            await clients.live()
+        async with clients.one() as client:
+            yield client
+
+    def _value(self, method: str, path: str, status: int, content: bytes) -> Any:
+        try:
+            value = json.loads(content)
+        except ValueError:
+            value = None
+        if 200 <= status < 300 and (value is not None or not content):
+            return value
+        if isinstance(value, dict) and isinstance(value.get("error"), dict):
+            raise failure(status, value)
+        text = content[:200].decode(errors="replace")
+        raise RequestFailed(f"{method} {self.url}{path} was answered with {status}: {text}", status)
+
+    def _unreachable(self, error: httpx.TransportError) -> RequestFailed:
+        if isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout)):
+            return RequestFailed(f"the server at {self.url} has fallen silent ({error!r})", code="timeout")
+        return RequestFailed(f"the server at {self.url} does not answer ({error!r})", code="unreachable")
+
+
+class _Clients:
+    """The clients of one loop, each with a few connections."""
+
+    def __init__(self, options: dict[str, Any], forget: Callable[[], object]) -> None:
+        self._options = {
+            **options,
+            "limits": httpx.Limits(max_connections=SHARD, max_keepalive_connections=SHARD),
+        }
+        self._forget = forget
+        self._shards: list[_Shard] = []
+        self._free = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._life: AsyncGenerator[None, None] | None = None
+
+    async def live(self) -> None:
+        """From here on the loop's end closes the clients: asyncio.run closes what generators still run."""
+        self._life = self._until_closed()
+        await anext(self._life)
+
+    async def _until_closed(self) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            self._forget()
+            for shard in self._shards:
+                await shard.client.aclose()
+
+    async def aclose(self) -> None:
+        if self._life is not None:
+            await self._life.aclose()
+
+    @contextlib.asynccontextmanager
+    async def one(self) -> AsyncIterator[httpx.AsyncClient]:
+        async with self._free:
+            shard = next((s for s in self._shards if s.busy < SHARD), None)
+            if shard is None:
+                shard = _Shard(httpx.AsyncClient(**self._options))
+                self._shards.append(shard)
+            shard.busy += 1
+            try:
+                yield shard.client
+            finally:
+                shard.busy -= 1
+
+
+class _Shard:
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.client = client
+        self.busy = 0
+
+
+async def sse(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The data of each event.
+
+    Lines end with CR and LF or either. Not by httpx's own lines: those end at U+2028 and its like too, which
+    may stand in a JSON text as they are.
+    """
+    data: list[bytes] = []
+    async for line in _lines(chunks):
+        if line.startswith(b"data:"):
+            data.append(line[5:].removeprefix(b" "))
+        elif not line and data:
+            yield b"\n".join(data)
+            data = []
+    if data:
+        yield b"\n".join(data)
+
+
+async def _lines(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    begun: list[bytes] = []
+    after_cr = False
+    async for chunk in chunks:
+        if after_cr and chunk.startswith(b"\n"):
+            chunk = chunk[1:]
+        after_cr = chunk.endswith(b"\r") or (after_cr and not chunk)
+        for line in _split(chunk):
+            begun.append(line.rstrip(b"\r\n"))
+            if line.endswith((b"\r", b"\n")):
+                yield b"".join(begun)
+                begun = []
+    if begun:
+        yield b"".join(begun)
+
+
+def _split(chunk: bytes) -> Iterator[bytes]:
+    # Of bytes, unlike of str, only CR and LF end a line.
+    yield from chunk.splitlines(keepends=True)
+
+
+def failure(status: int, answer: dict[str, Any]) -> RequestFailed:
+    """The exception for an error answer in OpenAI's shape."""
+    error = answer["error"]
+    message, code, param = error.get("message"), error.get("code"), error.get("param")
+    return RequestFailed(str(message or error), status, "" if code is None else str(code), param)
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    """Raises RequestFailed for what is no JSON, which a server would refuse."""
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise RequestFailed("a text has a lone surrogate, which is not a character", 400) from None
+    except (TypeError, ValueError) as e:
+        raise RequestFailed(f"an argument is no JSON value: {e}", 400) from None
+
+
+def _bearer(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def _trusted(scheme: str, verify: str | bool | None) -> ssl.SSLContext | bool:
+    if scheme == "http" or verify is False:
+        return False  # reading the system's certificates takes a while
+    return ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)

@@ -1,0 +1,155 @@
+"""Many runs of one program side by side, after what they all begin with was computed once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sapwood.lang.backend import Fill, Segments
+from sapwood.lang.defaults import backend_of
+from sapwood.lang.errors import Unsupported
+from sapwood.lang.feed import Cell, blocking
+from sapwood.lang.ir import Generation, Selection
+from sapwood.lang.line import Cancelled
+from sapwood.lang.loop import background
+from sapwood.lang.ops import generate, score
+from sapwood.lang.options import defaults_of
+from sapwood.lang.progress import Bar
+from sapwood.lang.state import State
+from sapwood.lang.trace import prefix_of, refuse
+
+if TYPE_CHECKING:
+    from sapwood.lang.program import _Program
+
+Item = Mapping[str, Any] | Sequence[Any]
+
+
+class Batch:
+    """Checks the arguments of all items, and finds their common prefix, before anything runs."""
+
+    def __init__(
+        self,
+        program: _Program,
+        items: Sequence[Item],
+        limit: int | str,
+        progress_bar: bool,
+        options: Mapping[str, Any],
+    ) -> None:
+        if not isinstance(items, (list, tuple)):
+            raise TypeError(f"batch_kwargs must be a list or a tuple, got {type(items).__name__}")
+        refuse()
+        self._limit = _limit(limit)
+        self._program = program
+        self._options = options
+        self._progress_bar = progress_bar
+        self._backend = backend_of(options.get("backend")) if items else None
+        self._arguments = [program.arguments((), self._named(i, item)) for i, item in enumerate(items)]
+        self._host = background()
+        self._host.may_wait()
+        self._prefix = self._traced() if len(items) > 1 else ()
+        self._cells = [Cell() for _ in items]
+
+    def _traced(self) -> Segments:
+        """The common prefix. Raises Unsupported for a request that the backend cannot do, where a trace comes
+        to it."""
+        defaults, backend = defaults_of(self._options), self._backend
+
+        def check(part: Generation | Selection, segments: Segments) -> None:
+            assert backend is not None
+            if isinstance(part, Generation):
+                backend.check(generate(part, segments, defaults))
+            else:
+                backend.check(score(part, segments))
+
+        return prefix_of(self._program.func, [own for _, own in self._arguments], check)
+
+    def _named(self, number: int, item: Item) -> dict[str, Any]:
+        if isinstance(item, Mapping):
+            return dict(item)
+        names = self._program.arg_names
+        if isinstance(item, str) or len(item) > len(names):
+            raise TypeError(
+                f"item {number} of batch_kwargs must be a dict, or at most {len(names)} values in order"
+            )
+        return dict(zip(names, item, strict=False))
+
+    def all(self) -> list[State]:
+        """The states. All items have finished when the first error is raised."""
+        with self._running():
+            for cell in self._cells:
+                blocking(cell.over(), self._host.may_wait)
+        for cell in self._cells:
+            if cell.error is not None:
+                raise cell.error
+        return [cell.value for cell in self._cells]
+
+    def one_by_one(self) -> Iterator[State]:
+        """The states, each as soon as it and those before it are there."""
+        with self._running():
+            for cell in self._cells:
+                blocking(cell.over(), self._host.may_wait)
+                if cell.error is not None:
+                    raise cell.error
+                yield cell.value
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Around what waits for the items. When it is left, nothing of the batch runs any more."""
+        task = self._host.wait(self._begin())
+        try:
+            yield
+        finally:
+            self._host.wait(_stopped(task))
+
+    async def _begin(self) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(self._work())
+        task.add_done_callback(self._give_up)
+        return task
+
+    def _give_up(self, task: asyncio.Task[None]) -> None:
+        """What is not done when all is over never will be."""
+        error = None if task.cancelled() else task.exception()
+        for cell in self._cells:
+            cell.end(error or Cancelled("the batch has ended before this was done"))
+
+    async def _work(self) -> None:
+        bar = Bar(len(self._cells), self._progress_bar)
+        number = uuid.uuid4().hex
+        try:
+            if self._prefix and self._backend is not None:
+                with contextlib.suppress(Unsupported):
+                    await self._backend.fill(Fill(segments=self._prefix, program=number))
+            left = iter(zip(self._cells, self._arguments, strict=True))
+            await asyncio.gather(*(self._some(left, bar) for _ in range(min(self._limit, len(self._cells)))))
+        finally:
+            bar.close()
+            if self._prefix and self._backend is not None:
+                await asyncio.gather(self._backend.end(number), return_exceptions=True)
+
+    async def _some(self, left: Iterator[tuple[Cell, Any]], bar: Bar) -> None:
+        """One item after the other, while there are any."""
+        for cell, (args, kwargs) in left:
+            run = self._program.opened(self._host, self._options)
+            done = await asyncio.gather(self._program.body(run, args, kwargs), return_exceptions=True)
+            if isinstance(done[0], BaseException):
+                cell.end(done[0])
+            else:
+                cell.set(done[0])
+            bar.step()
+
+
+async def _stopped(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def _limit(limit: int | str) -> int:
+    if limit == "auto":
+        return max(96, 16 * (os.cpu_count() or 1))
+    if not isinstance(limit, int) or limit < 1:
+        raise ValueError(f'concurrency (num_threads) must be at least 1 or "auto", got {limit!r}')
+    return limit
