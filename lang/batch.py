@@ -102,8 +102,11 @@ class Batch:
         task = self._host.wait(self._begin())
         try:
             yield
+        except BaseException:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+            raise
         finally:
-            self._host.wait(_stopped(task))
+            self._host.wait(_over(task))
 
     async def _begin(self) -> asyncio.Task[None]:
         task = asyncio.ensure_future(self._work())
@@ -142,8 +145,7 @@ class Batch:
             bar.step()
 
 
-async def _stopped(task: asyncio.Task[None]) -> None:
-    task.cancel()
+async def _over(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
 
 

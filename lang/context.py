@@ -52,14 +52,14 @@ class Context:
     def begin(self, role: str) -> Context:
         """With a message that is open. Raises LangError if one is."""
         if self.role is not None:
-            raise LangError(f"a {role} message begins within a {self.role} message, which has not ended")
+            raise LangError(f"a message of {role} begins within one of {self.role}, which has not ended")
         return replace(self.sealed(), role=role, content=(), new=True, inner=0)
 
     def end(self, role: str) -> Context:
         """With the open message ended. Raises LangError if it is not open or of another role."""
         if self.role != role:
-            what = "no message is open" if self.role is None else f"the open message is of {self.role}"
-            raise LangError(f"a {role} message ends, but {what}")
+            what = "no message is open" if self.role is None else f"the open one is of {self.role}"
+            raise LangError(f"a message of {role} ends, but {what}")
         sealed = self.sealed()
         turn = Turn(role, sealed.content)
         return replace(sealed, segments=(*sealed.segments, turn), role=None, content=(), new=True, inner=0)

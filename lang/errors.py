@@ -7,10 +7,14 @@ class LangError(Exception):
     """A program cannot be run as it is written, or could not be run to its end.
 
     >>> import sapwood as sgl
-    >>> sgl.function(lambda s: s.__iadd__(sgl.user_end())).run(backend=sgl.Echo())
-    Traceback (most recent call last):
-    ...
-    sapwood.lang.errors.LangError: a user message ends, but no message is open
+    >>> @sgl.function
+    ... def program(s):
+    ...     s += "Hello" + sgl.user_end()
+    >>> try:
+    ...     program.run(backend=sgl.Echo())
+    ... except sgl.LangError as error:
+    ...     print(error)
+    a message of user ends, but no message is open
     """
 
 

@@ -70,7 +70,7 @@ class _Program:
         state, *rest = args
         if not isinstance(state, kind):
             raise TypeError(
-                f"{self.func.__name__} goes on in a {kind.__name__}, not in a {type(state).__name__}"
+                f"{self.func.__name__} goes on in a state of {kind.__name__}, not of {type(state).__name__}"
             )
         given, full = self.arguments(tuple(rest), kwargs)
         return self.func(state, *given, **full)
@@ -165,7 +165,7 @@ class Function(_Program, Generic[P, R]):
     @overload
     def run(self, *args: P.args, **kwargs: P.kwargs) -> State: ...
     @overload
-    def run(self, *args: Any, stream: bool = ..., **kwargs: Any) -> State: ...
+    def run(self, *args: Any, **kwargs: Any) -> State: ...
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program in this thread. `kwargs` are its own arguments and RunOptions; with `stream=True`
         it runs in another thread, and the state is there at once, for `text_iter`.
@@ -241,7 +241,7 @@ class AsyncFunction(_Program, Generic[P, R]):
     @overload
     def run(self, *args: P.args, **kwargs: P.kwargs) -> State: ...
     @overload
-    def run(self, *args: Any, stream: bool = ..., **kwargs: Any) -> State: ...
+    def run(self, *args: Any, **kwargs: Any) -> State: ...
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program on the background loop and wait for it; with `stream=True` do not wait."""
         stream = "stream" in kwargs and "stream" not in self.arg_names and kwargs.pop("stream")

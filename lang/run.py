@@ -65,8 +65,10 @@ class Run:
         self._untold = [other for other in self._untold if other is not error]
 
     def cancel(self) -> None:
-        """Stop the run: what it awaits fails, its requests are cancelled. From any thread; does not wait."""
-        self.host.call(self._cancel)
+        """Stop the run: what it awaits fails, its requests are cancelled. From any thread; does not wait. A
+        run that is over stays as it is."""
+        if not self.main.over:
+            self.host.call(self._cancel)
 
     def _cancel(self) -> None:
         if self._body is not None:

@@ -68,12 +68,33 @@ class Writer:
         return Scope(self, RoleBegin(role), RoleEnd(role), done=expr is not None)
 
     def var_scope(self, name: str) -> Scope:
-        """What a `with` block adds is kept as the text of variable `name`, which is there after the block."""
+        """What a `with` block adds is kept as the text of variable `name`, which is there after the block.
+
+        >>> import sapwood as sgl
+        >>> @sgl.function
+        ... def program(s: sgl.State) -> None:
+        ...     with s.var_scope("sum"):
+        ...         s += "1 + 1 = " + sgl.gen("result")
+        >>> program.run(backend=sgl.Echo(["2"]))["sum"]
+        '1 + 1 = 2'
+        """
         return Scope(self, ScopeBegin(name), ScopeEnd(name))
 
     def fork(self: W, size: int = 1, position_ids_offset: list[int] | None = None) -> Branches[W]:
         """`size` branches that go on from here side by side. Waits for nothing. What no model has seen yet is
-        computed once, in one request, which starts at once if there are several branches."""
+        computed once, in one request, which starts at once if there are several branches.
+
+        >>> import sapwood as sgl
+        >>> @sgl.function
+        ... def tips(s: sgl.State) -> list[str]:
+        ...     s += "Tips:"
+        ...     branches = s.fork(2)
+        ...     branches += lambda i: f" {i + 1}." + sgl.gen("tip")
+        ...     branches.join()
+        ...     return s["tip"]
+        >>> tips.run(backend=sgl.Echo()).ret_value
+        [' 1.', ' 2.']
+        """
         from sapwood.lang.fork import Branches
 
         if position_ids_offset is not None:

@@ -12,13 +12,12 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from sapwood.srt.channel import AsyncInbox, Outbox
 from sapwood.srt.config import Config
 from sapwood.srt.errors import (
-    Conflict,
     DeadlineExceeded,
     ErrorInfo,
     Overloaded,
@@ -40,6 +39,7 @@ from sapwood.srt.messages import (
     Started,
     Stats,
 )
+from sapwood.srt.names import Held, Names, Rid
 from sapwood.srt.params import Constraint, Parsing, SamplingParams, Scheduling, checked_constraints
 
 logger = logging.getLogger("sapwood.client")
@@ -174,12 +174,12 @@ class Client:
         self._directory = directory
         self._observer = observer
         self._streams: dict[str, Stream] = {}
-        self._names: dict[str, list[Stream]] = {}
+        self._names: Names[Stream] = Names()
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._turns = itertools.cycle(range(config.tokenizer_workers))
+        self._asked = itertools.cycle(range(config.tokenizer_workers))
         self._unsent: deque[tuple[int, Abort]] = deque()
-        self._unfinished = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -221,7 +221,7 @@ class Client:
         self,
         items: Sequence[tuple[Prompt, SamplingParams]],
         namespace: str = "",
-        rid: str | Sequence[str] | None = None,
+        rid: Rid = None,
         timeout: float | None = None,
         waited: float = 0.0,
         scheduling: Scheduling | None = None,
@@ -237,14 +237,10 @@ class Client:
         `streamed`, Chunks may be few and large. Raises BadRequest if a constraint is too long, Conflict if a
         live request has that name, Overloaded if a tokenizer's queue is full, Unavailable after `fail_all`.
         """
-        names: list[str | None] = [rid] * len(items) if rid is None or isinstance(rid, str) else list(rid)
-        assert len(names) == len(items), "one name for each request"
         constraints = checked_constraints(constraint, len(items))
         if self.failure is not None:
             raise Unavailable(self.failure.message, code=self.failure.code)
-        for name in names:
-            if name is not None and name in self._names:
-                raise Conflict(f"a request with rid {name!r} is still running", param="rid")
+        names = self._names.of(rid, len(items))
         streams: list[Stream] = []
         try:
             for name, (prompt, params), its in zip(names, items, constraints, strict=True):
@@ -285,36 +281,42 @@ class Client:
         self._end(stream, error)
 
     def abort(self, rid: str) -> int:
-        """Abort the request of that name; its stream ends with an "abort" finish. How many streams it has."""
-        streams = list(self._names.get(rid, ()))
+        """Abort the request of that name; its stream ends with an "abort" finish. How many prompts it has."""
+        if (held := self._names.held.get(rid)) is not None:
+            held.abort()
+            return 1
+        streams = self._names.streams(rid)
         for stream in streams:
             self._send_abort(stream)
         return len(streams)
 
     def abort_all(self) -> int:
         """Abort every live request; how many there are."""
-        for stream in self._streams.values():
+        held = self._names.held
+        streams = [stream for stream in self._streams.values() if stream.name not in held]
+        for stream in streams:
             self._send_abort(stream)
-        return len(self._streams)
+        for each in held.values():
+            each.abort()
+        return len(streams) + len(held)
 
     async def ask(
         self,
         what: Question,
-        timeout: float = ASK_SECONDS,
+        timeout: float | None = ASK_SECONDS,
         *,
         prompt: Prompt | None = None,
         namespace: str = "",
         options: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The answer to a question (see Ask); raises the answer's own error, and Unavailable after `timeout`
-        seconds without one."""
+        seconds without one (None: it is waited for as long as this is not cancelled)."""
         if self.failure is not None:
             raise Unavailable(self.failure.message, code=self.failure.code)
-        call, sent = next(self._numbers), False
+        call, outbox, sent = next(self._numbers), self._outboxes[next(self._asked)], False
         future = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            ask = Ask(call, what, prompt=prompt, namespace=namespace, options=options or {})
-            sent = self._outboxes[0].send(ask)
+            sent = outbox.send(Ask(call, what, 0, prompt, namespace, options or {}, timeout is None))
             if not sent:
                 raise Overloaded("the tokenizer's queue is full")
             return await asyncio.wait_for(future, timeout)
@@ -323,7 +325,7 @@ class Client:
         finally:
             del self._calls[call]
             if sent and self.failure is None and (future.cancelled() or not future.done()):
-                self._outboxes[0].send(Ask(call, "cancel"))  # if not: what is too old is dropped there too
+                outbox.send(Ask(call, "cancel"))  # if not: what is too old is dropped there too
 
     def fail_all(self, error: ErrorInfo) -> None:
         """End every open stream and question with `error`, and refuse all later ones."""
@@ -335,19 +337,19 @@ class Client:
             if not future.done():
                 future.set_exception(from_info(error))
 
-    @contextlib.contextmanager
-    def unfinished(self) -> Iterator[None]:
-        """Within it the client is not idle, though no stream may be live: more is to come."""
-        self._unfinished += 1
-        self._idle.clear()
+    @contextlib.asynccontextmanager
+    async def holding(self, name: str, timeout: float | None) -> AsyncIterator[Held]:
+        """For work whose streams come and go: within it the client is not idle, and the name is held (see
+        `Names.hold`) for `timeout` or `--request-timeout` seconds, whichever is less."""
         try:
-            yield
+            async with self._names.hold(name, *self.time_limit(timeout)) as held:
+                self._idle.clear()
+                yield held
         finally:
-            self._unfinished -= 1
             self._see_idle()
 
     async def idle(self, timeout: float) -> bool:
-        """Wait until nothing is live or unfinished; False if something still is after `timeout` seconds."""
+        """Wait until nothing is live or held; False if something still is after `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
         return self._idle.is_set()
@@ -359,7 +361,7 @@ class Client:
         stream = Stream(rid, name or rid, next(self._turns), limit, self._walked_away)
         stream.namespace = namespace
         self._streams[rid] = stream
-        self._names.setdefault(stream.name, []).append(stream)
+        self._names.add(stream)
         self._idle.clear()
         return stream
 
@@ -368,10 +370,7 @@ class Client:
         if stream.deadline is not None:
             stream.deadline.cancel()
         del self._streams[stream.rid]
-        namesakes = self._names[stream.name]
-        namesakes.remove(stream)
-        if not namesakes:
-            del self._names[stream.name]
+        self._names.remove(stream)
         self._see_idle()
         ended = Ended(stream.rid, error)
         stream.end(ended)
@@ -379,7 +378,7 @@ class Client:
             self._observer.on_ended(ended, stream.arrived)
 
     def _see_idle(self) -> None:
-        if not self._streams and not self._unfinished:
+        if not self._streams and not self._names.held:
             self._idle.set()
 
     def _walked_away(self, rid: str) -> None:

@@ -205,3 +205,20 @@ def from_info(info: ErrorInfo) -> SapwoodError:
     error = (kinds or [SapwoodError])[0](info.message, param=info.param, code=info.code)
     error.status, error.type = info.status, info.type
     return error
+
+
+def lone_surrogate(error: UnicodeEncodeError, param: str) -> BadRequest:
+    """The error for a text that is not Unicode."""
+    return BadRequest(
+        f"{param} holds a lone surrogate (U+{ord(error.object[error.start]):04X}), which is not a character",
+        param=param,
+    )
+
+
+def require_unicode(text: str, param: str) -> str:
+    """The text; raises BadRequest if it holds half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise lone_surrogate(e, param) from None
+    return text

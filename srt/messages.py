@@ -124,7 +124,7 @@ class Abort(Message):
     rid: str
 
 
-ASK_SECONDS = 10.0  # nobody waits longer for an Answer
+ASK_SECONDS = 10.0  # nobody waits longer for an Answer, if not patient
 
 
 class Ask(Message):
@@ -133,7 +133,7 @@ class Ask(Message):
     The tokenizer answers "tokenize" (of `prompt`) and "detokenize" (of `prompt.ids`) itself, passes the rest
     on, and puts text beside the ids of what comes back. "explain" asks what `prompt` (ids, for the scheduler)
     would find in `namespace` now; "tree" for a snapshot; "program" for what the requests of one have used.
-    `options` are the route's own.
+    `options` are the route's own. `patient`: it is waited for until "cancel", however long that is.
     """
 
     call: int
@@ -142,6 +142,7 @@ class Ask(Message):
     prompt: AnyPrompt | None = None
     namespace: str = ""
     options: dict[str, Any] = {}
+    patient: bool = False
 
 
 # ---- tokenizer → server

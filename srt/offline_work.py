@@ -165,11 +165,11 @@ async def gather(service: Service, gate: Gate, call: Call, done: Callable[[], No
 async def scored(service: Service, gate: Gate, body: GenerateRequest) -> Generated:
     """The logprobs of a request's choices (see score.py)."""
 
-    async def start(count: int, start: Callable[[], list[Stream]]) -> list[Stream]:
-        streams, _ = await gate.start(count, lambda: (start(), None))
+    async def once_there_is_room(count: int, begin: Callable[[], list[Stream]]) -> list[Stream]:
+        streams, _ = await gate.start(count, lambda: (begin(), None))
         return streams
 
-    return await score.answer(service, body, start=start)
+    return await score.answer(service, body, start=once_there_is_room)
 
 
 async def pieces(service: Service, gate: Gate, call: Call) -> AsyncGenerator[list[Generated], None]:

@@ -80,10 +80,12 @@ class Recorder:
 
 
 class Counted(NamedTuple):
-    """Positions that forward passes have to compute: of prompts, of outputs, and of choices scored.
-    `distinct` are the tokens of the program's prefix tree, `again` the last tokens of prompts that were
-    cached as a whole, `unneeded` last tokens that nothing went on from, `twice` tokens that outputs or
-    choices have alike, side by side."""
+    """Positions that forward passes have to compute: of prompts, of outputs, and of choices scored, of which
+    the last token of each is only judged. `distinct` are the tokens of the programs' prefix tree, `again` the
+    last tokens of prompts that were cached as a whole, `unneeded` last tokens that nothing went on from,
+    `alike` tokens that were drawn or scored more than once, side by side: the others are
+    distinct + again - unneeded + alike.
+    """
 
     prompts: int
     outputs: int
@@ -91,7 +93,7 @@ class Counted(NamedTuple):
     distinct: int
     again: int
     unneeded: int
-    twice: int
+    alike: int
 
 
 class _Trie:
@@ -110,46 +112,50 @@ class _Trie:
             n += 1
         return n
 
-    def add(self, ids: Sequence[int]) -> int:
-        """How many tokens of it are new."""
-        node, before = self.root, self.size
+    def add(self, ids: Sequence[int]) -> None:
+        node = self.root
         for token in ids:
             if token not in node:
                 node[token] = {}
                 self.size += 1
             node = node[token]
-        return self.size - before
 
 
 def count(made: Sequence[Made]) -> Counted:
-    """What one program's calls cost if nothing that was computed is ever computed again.
+    """What calls cost if nothing that was computed is ever computed again.
 
     A call finds the prompts of those that began before it, and the outputs of those that had ended.
     """
-    known, prompts, again = _Trie(), 0, 0
-    outputs = scored = 0
-    distinct, computed = _Trie(), _Trie()
-    for at, call in enumerate(made):
-        for other in made[:at]:
-            if not other.ended > call.began:
-                for drawn in other.outputs:
-                    known.add((*other.ids, *drawn[: len(drawn) - 1]))
+    known, distinct, needed = _Trie(), _Trie(), _Trie()
+    prompts = outputs = scored = again = 0
+    ends = sorted(made, key=lambda call: call.ended, reverse=True)
+    for call in made:
+        while ends and ends[-1].ended <= call.began:
+            ended = ends.pop()
+            for drawn in ended.outputs:
+                known.add((*ended.ids, *drawn[:-1]))
         matched = known.match(call.ids)
         again += matched == len(call.ids)
         prompts += len(call.ids) - min(matched, len(call.ids) - 1)
         known.add(call.ids)
-        distinct.add(call.ids)
-        computed.add(call.ids)
-        for drawn in dict.fromkeys(call.outputs) if isinstance(call.call, Score) else call.outputs:
+        needed.add(call.ids)
+        for drawn in call.outputs:
             distinct.add((*call.ids, *drawn))
-            computed.add((*call.ids, *drawn[: len(drawn) - 1]))
-            if isinstance(call.call, Score):
-                scored += len(drawn) - 1
-            else:
-                outputs += max(0, len(drawn) - 1)
-    unneeded = distinct.size - computed.size
-    twice = prompts + outputs + scored - again - computed.size
-    return Counted(prompts, outputs, scored, distinct.size, again, unneeded, twice)
+            needed.add((*call.ids, *drawn[:-1]))
+        if isinstance(call.call, Score):
+            scored += len({drawn[:n] for drawn in call.outputs for n in range(1, len(drawn))})
+        else:
+            outputs += sum(max(0, len(drawn) - 1) for drawn in call.outputs)
+        distinct.add(call.ids)
+    unneeded = distinct.size - needed.size
+    alike = prompts + outputs + scored - again - needed.size
+    return Counted(prompts, outputs, scored, distinct.size, again, unneeded, alike)
+
+
+def reused(counted: Counted, used: dict[str, int]) -> bool:
+    """Whether forward passes have computed exactly that, but for surplus steps and refused drafts."""
+    decoded = used["decoded_tokens"] + used["accepted_tokens"] - used["surplus_tokens"]
+    return used["computed_tokens"] == counted.prompts + counted.scored and decoded == counted.outputs
 
 
 async def replay_all(made: Sequence[Made], send: Callable[[Made], Awaitable[None]]) -> None:

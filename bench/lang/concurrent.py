@@ -90,7 +90,7 @@ async def together(url: str, args: argparse.Namespace) -> dict[str, Any]:
 
 async def streamed(number: int, backend: RuntimeEndpoint, args: argparse.Namespace) -> int:
     """How many pieces of text a program's stream has."""
-    state = program.stream_async(number, args.turns, args.tokens, backend=backend)
+    state = program.stream(number, args.turns, args.tokens, backend=backend)
     return len([piece async for piece in state.text_async_iter()])
 
 

@@ -1,7 +1,7 @@
 """Programs in the front-end language: what they take, and what of it they reuse.
 
     python -m bench.lang.run --data FOLDER [--programs few_shot choices ...] [--llama-server PATH --gguf FILE]
-                             [--repeats 3] [--json FILE]
+                             [--repeats 3] [--count N] [--json FILE]
 
 FOLDER has `gsm8k` and `mt_bench`. Each program runs on a server of its own, with an empty cache. Against it,
 in the same run: (a) its very calls, one by one, through the openai client on the same server; (b) the program
@@ -28,8 +28,9 @@ from typing import Any
 
 import httpx
 
-from bench.lang.calls import LlamaCpp, Made, Recorder, count, one_by_one, replay_all
+from bench.lang.calls import LlamaCpp, Made, Recorder, count, one_by_one, replay_all, reused
 from sapwood import RuntimeEndpoint, __version__
+from sapwood.lang.backends import native
 from sapwood.srt.config import make
 from sapwood.srt.loader.sources import resolve
 from tests.serving import Server, free_port, serve
@@ -70,14 +71,14 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def run(module: ModuleType, url: str, data: Path) -> tuple[float, Recorder, str]:
+def run(module: ModuleType, url: str, args: argparse.Namespace) -> tuple[float, Recorder, str]:
     """Seconds that the program took for all its arguments, its calls, and how it did."""
-    backend = Recorder(RuntimeEndpoint(url))
-    arguments = module.arguments(data)
+    backend = Recorder(native.of(RuntimeEndpoint(url)))
+    arguments = module.arguments(args.data, args.count or module.COUNT)
     began = time.perf_counter()
     states = module.program.run_batch(arguments, backend=backend, num_threads=AT_ONCE)
     seconds = time.perf_counter() - began
-    return seconds, backend, module.right(data, states)
+    return seconds, backend, module.right(args.data, states)
 
 
 def used(reports: list[dict[str, Any]]) -> dict[str, int]:
@@ -102,22 +103,24 @@ def one(module: ModuleType, server: Server, plain: Server, args: argparse.Namesp
     """All that is to be told of one program."""
     times: dict[str, list[float]] = {"sapwood": [], "one by one": [], "cache off": []}
     found: dict[str, Any] = {}
+    exact = True
     for _ in range(args.repeats):
         httpx.post(server.url + "/flush_cache").raise_for_status()
-        seconds, recorder, told = run(module, server.url, args.data)
+        seconds, recorder, told = run(module, server.url, args)
         times["sapwood"].append(seconds)
-        expected, counts = count(recorder.made)._asdict(), used(recorder.reports)
-        found = {"result": told, "calls": len(recorder.made), "used": counts, "expected": expected}
+        counted, counts = count(recorder.made), used(recorder.reports)
+        found = {"result": told, "calls": len(recorder.made), "used": counts, "counted": counted._asdict()}
+        exact = exact and reused(counted, counts)
         httpx.post(server.url + "/flush_cache").raise_for_status()
         times["one by one"].append(timed(lambda made=recorder.made: one_by_one(made, server.url)))
-        times["cache off"].append(run(module, plain.url, args.data)[0])
+        times["cache off"].append(run(module, plain.url, args)[0])
         if args.llama_server is not None:
             with tempfile.TemporaryDirectory() as name:
                 seconds = llama_seconds(recorder.made, args, Path(name))
             times.setdefault("llama.cpp", []).append(seconds)
     medians = {name: statistics.median(values) for name, values in times.items()}
     ratios = {name: value / medians["sapwood"] for name, value in medians.items() if name != "sapwood"}
-    return {"seconds": times, "ratios": ratios, **found}
+    return {"seconds": times, "ratios": ratios, "nothing twice": exact, **found}
 
 
 def main() -> None:
@@ -128,6 +131,7 @@ def main() -> None:
     parser.add_argument("--llama-server", type=Path)
     parser.add_argument("--gguf", type=Path, help="the model for llama.cpp; default: Sapwood's own file")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--count", type=int, help="arguments of each program; default: as many as it says")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     path = resolve(make(model_path=args.model)).path
@@ -142,7 +146,8 @@ def main() -> None:
             ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in told["ratios"].items())
             seconds = statistics.median(told["seconds"]["sapwood"])
             print(f"{program:20} {seconds:6.1f} s  {ratios}  {told['result']}")
-            print(f"{'':20} used {told['used']}\n{'':20} expected {told['expected']}")
+            print(f"{'':20} nothing twice: {told['nothing twice']}\n{'':20} used {told['used']}")
+            print(f"{'':20} counted {told['counted']}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 

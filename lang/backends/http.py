@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import ssl
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ _STATUS = {
 
 class Http:
     """A server at `url`. Requests of a loop share its connections, which end with the loop (as asyncio.run
-    ends one) or by `aclose`.
+    ends one), by `aclose`, or with the object.
 
     `verify`: a file of certificates to trust in place of the system's, or False to trust any. `timeout`: the
     seconds for which the server may send nothing (None: an answer takes as long as it takes). Every failure
@@ -57,6 +58,8 @@ class Http:
             "verify": _trusted(parsed.scheme, verify),
         }
         self._loops: dict[asyncio.AbstractEventLoop, _Clients] = {}
+        # What loops still hold open must be closed on them, not by the collector.
+        weakref.finalize(self, _close, self._loops).atexit = False
 
     async def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON value of an answer."""
@@ -108,7 +111,8 @@ class Http:
         loop = asyncio.get_running_loop()
         clients = self._loops.get(loop)
         if clients is None:
-            clients = self._loops[loop] = _Clients(self._options, lambda: self._loops.pop(loop, None))
+            loops = self._loops
+            clients = loops[loop] = _Clients(self._options, lambda: loops.pop(loop, None))
             await clients.live()
         async with clients.one() as client:
             yield client
@@ -131,6 +135,13 @@ class Http:
         return RequestFailed(f"the server at {self.url} does not answer ({error!r})", code="unreachable")
 
 
+def _close(loops: dict[asyncio.AbstractEventLoop, _Clients]) -> None:
+    """Close all connections, each on its loop."""
+    for loop, clients in list(loops.items()):
+        with contextlib.suppress(RuntimeError):  # a loop that was closed in between
+            loop.call_soon_threadsafe(clients.close_soon)
+
+
 class _Clients:
     """The clients of one loop, each with a few connections."""
 
@@ -143,6 +154,7 @@ class _Clients:
         self._shards: list[_Shard] = []
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
         self._life: AsyncGenerator[None, None] | None = None
+        self._closing: asyncio.Future[None] | None = None
 
     async def live(self) -> None:
         """From here on the loop's end closes the clients: asyncio.run closes what generators still run."""
@@ -160,6 +172,10 @@ class _Clients:
     async def aclose(self) -> None:
         if self._life is not None:
             await self._life.aclose()
+
+    def close_soon(self) -> None:
+        """`aclose`, from the loop."""
+        self._closing = asyncio.ensure_future(self.aclose())
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[httpx.AsyncClient]:

@@ -64,7 +64,7 @@ def of(backend: Any) -> Backend:
 
 
 class Native:
-    """Answers calls by `/generate` of `door`.
+    """Answers calls by `/generate` of `door`. An output's meta information has all its `output_ids` too.
 
     For `unconditional` scores a choice stands where a document begins: after what the tokenizer puts before
     every text (BOS), or, where that is nothing, after the model's first EOS id, which ends a document.
@@ -98,6 +98,7 @@ class Native:
         left = set(range(call.sampling.n or 1))
         texts = dict.fromkeys(left, "")
         grown: dict[int, dict[str, list[Any]]] = {choice: {} for choice in left}
+        ids: tuple[int, ...] | None = None
         events = self.door.events("/generate", {**_generation(call), "stream": True})
         try:
             async for event in events:
@@ -110,11 +111,13 @@ class Native:
                     continue
                 left.discard(choice)
                 event["meta_info"].update(grown[choice])
+                # They come with the first choice, which may end before others.
+                ids = ids or _input_ids(event)
                 yield Piece(
                     choice=choice,
                     text=new,
                     output=_output(event),
-                    input_ids=_input_ids(event),
+                    input_ids=ids,
                     rewritten=_rewritten(event),
                 )
         finally:
@@ -140,6 +143,7 @@ class Native:
         return Answer(scored=scored, input_ids=_input_ids(got), rewritten=_rewritten(got))
 
     async def fill(self, call: Fill) -> Answer:
+        self.check(call)
         body = {
             "input": _parts(call.segments),
             "sampling_params": {"max_new_tokens": 0},
@@ -241,7 +245,7 @@ def _part(segment: Segment) -> Iterator[Any]:
 
 
 def _output(generated: dict[str, Any]) -> Output:
-    meta = generated["meta_info"]
+    meta = {**generated["meta_info"], "output_ids": generated["output_ids"]}
     return Output(text=generated["text"], content=_content(generated), meta=meta)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from sapwood.srt.cache.node import Node
 
@@ -45,6 +45,8 @@ class Pins:
         """A heap of the leaves that were set aside. Only the entry whose number is in `_numbers` counts."""
         self._numbers: dict[Node, int] = {}
         self._entries = itertools.count()
+        self.on_break: Callable[[Node, Iterable[int]], None] = lambda node, holders: None
+        """Is told whose pin has ended though they have not let go of it."""
 
     def __len__(self) -> int:
         return len(self._until)
@@ -74,26 +76,51 @@ class Pins:
             holders = self._holders[node] = {}
         if holder == ANYBODY:
             until = max(until, holders.get(ANYBODY, until))
-        holders[holder] = until
-        self._settle(node)
+        before, holders[holder] = holders.get(holder), until
+        last = self._until.get(node)
+        if last is None or until > last:
+            self._last_until(node, until)
+        elif before == last:
+            self._settle(node)
         return True
+
+    def fits_without(self, node: Node, others: Iterable[tuple[Node, int]]) -> bool:
+        """Whether the path to `node` could be pinned if some of these pins, each of a node and a holder, were
+        let go of: they are asked for one by one until it could."""
+        short = self.tokens + self._missing(node) - self.limit
+        stays = set(_path(node))
+        holders: dict[Node, int] = {}
+        gone: dict[Node, int] = {}
+        for pinned, _ in others:
+            left = holders[pinned] = holders.get(pinned, len(self._holders[pinned])) - 1
+            for above in _path(pinned) if not left else ():
+                gone[above] = gone.get(above, 0) + 1
+                if gone[above] == above.pins and above not in stays:
+                    short -= len(above.slots)
+            if short <= 0:
+                return True
+        return short <= 0
 
     def release(self, node: Node, holder: int) -> bool:
         """`holder` lets go of the pin of `node`, if it holds one; True if that was the last to hold it."""
         holders = self._holders.get(node, {})
-        if holders.pop(holder, None) is None:
+        until = holders.pop(holder, None)
+        if until is None:
             return False
         if holders:
-            self._settle(node)
+            if until == self._until[node]:
+                self._settle(node)
             return False
         self.remove(node)
         return True
 
     def remove(self, node: Node) -> None:
         """End the pin of `node`, whoever holds it."""
-        del self._until[node], self._holders[node]
+        del self._until[node]
         self._numbers.pop(node, None)
         self._count(node, -1)
+        if holders := self._holders.pop(node):
+            self.on_break(node, holders)
 
     def expire(self, now: float) -> list[Node]:
         """End the pins whose time is over; their nodes."""
@@ -131,10 +158,12 @@ class Pins:
         return None
 
     def _settle(self, node: Node) -> None:
-        """The pin lasts as long as the longest of those who hold it want."""
-        until = max(self._holders[node].values())
-        if self._until.get(node) == until:
-            return
+        """One who wanted the pin for longest does so no more."""
+        wanted = self._holders[node].values()
+        if self._until[node] not in wanted:  # most that share a pin want it for as long
+            self._last_until(node, max(wanted))
+
+    def _last_until(self, node: Node, until: float) -> None:
         self._until[node] = until
         heapq.heappush(self._ends, (until, next(self._entries), node))
         if len(self._ends) > 2 * len(self._until) + 64:  # longer and longer, or broken and made again
@@ -145,17 +174,20 @@ class Pins:
 
     def _missing(self, node: Node) -> int:
         """Tokens of the path that are on no pinned one."""
-        more = 0
-        above: Node | None = node
-        while above is not None and above.key and not above.pins:
-            more += len(above.slots)
-            above = above.parent
-        return more
+        return sum(
+            len(above.slots) for above in itertools.takewhile(lambda above: not above.pins, _path(node))
+        )
 
     def _count(self, node: Node, change: int) -> None:
-        above: Node | None = node
-        while above is not None and above.key:
+        for above in _path(node):
             above.pins += change
             if change < 0 and not above.pins:
                 self.tokens -= len(above.slots)
-            above = above.parent
+
+
+def _path(node: Node) -> Iterator[Node]:
+    """The node and all above it in its namespace."""
+    above: Node | None = node
+    while above is not None and above.key:
+        yield above
+        above = above.parent

@@ -74,10 +74,10 @@ class RadixTree:
         self.evictable_tokens = 0
         self.num_nodes = 0
         self.follower: Follower | None = None
+        self.pins = Pins(int(pool.total * MAX_PINNED_SHARE))
         self._pool = pool
         self._roots = Roots()
         self._order = Order(eviction)
-        self._pins = Pins(int(pool.total * MAX_PINNED_SHARE))
         self._ghosts = Ghosts(ghost_size)
         self._clock = 0
 
@@ -89,7 +89,7 @@ class RadixTree:
     @property
     def pinned_tokens(self) -> int:
         """Tokens on pinned paths."""
-        return self._pins.tokens
+        return self.pins.tokens
 
     @property
     def listed_tokens(self) -> int:
@@ -185,20 +185,16 @@ class RadixTree:
         time, or its `holder` lets go of it. A second pin of a node prolongs the first (see pins.py). False,
         and nothing done, if more than MAX_PINNED_SHARE of all slots would be on pinned paths."""
         assert node.parent is not None or not node.key, "the pinned node is no longer in the tree"
-        return not node.key or self._pins.add(node, until, holder)
+        return not node.key or self.pins.add(node, until, holder)
 
     def unpin(self, node: Node, holder: int) -> None:
         """`holder` lets go of its pin of `node`, if that is not broken."""
-        if self._pins.release(node, holder):
+        if self.pins.release(node, holder):
             self._order.push(node)
-
-    def pinned_by(self, node: Node, holder: int) -> bool:
-        """Whether there still is a pin of `node` that `holder` has made."""
-        return holder in self._pins.holders(node)
 
     def expire(self, now: float) -> None:
         """End the pins whose time is over. O(1) if there is none."""
-        for node in self._pins.expire(now):
+        for node in self.pins.expire(now):
             self._order.push(node)
 
     def list_prefix(self, node: Node) -> None:
@@ -256,7 +252,7 @@ class RadixTree:
         and so does what is listed.
         """
         freed: list[SlotArray] = []
-        self._pins.clear(namespace)
+        self.pins.clear(namespace)
         for start in self._roots.of(namespace):
             self._drop_unlocked(start, freed)
             self._roots.prune(start)
@@ -271,7 +267,7 @@ class RadixTree:
 
     def check(self) -> None:
         """Walk over everything; AssertionError that says what is wrong."""
-        invariants.check_tree(self, self._roots, self._order, self._pins)
+        invariants.check_tree(self, self._roots, self._order, self.pins)
 
     def snapshot(
         self,
@@ -358,10 +354,10 @@ class RadixTree:
         while (leaf := self._order.pop()) is not None:
             if not leaf.pins:
                 return leaf
-            self._pins.set_aside(leaf)
-        leaf = self._pins.take()
+            self.pins.set_aside(leaf)
+        leaf = self.pins.take()
         if leaf is not None:
-            self._pins.remove(leaf)
+            self.pins.remove(leaf)
         return leaf
 
     def _trim(self, leaf: Node, n: int) -> SlotArray:

@@ -1,12 +1,13 @@
 """Patterns as one automaton of their characters' positions (Glushkov 1961), counted repeats written out.
 
-Its size is known before a character is read: one more character costs at most `steps`, whatever the text is.
+What it may cost is known before a character is read: one more takes at most `steps`, whatever the text is.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator, Sequence as Several
+from collections.abc import Iterable, Iterator, Sequence as Several
+from itertools import accumulate
 from typing import NamedTuple
 
 from sapwood.srt.grammar.charset import Ranges
@@ -36,23 +37,27 @@ _NOTHING = Piece(empty=True, empty_at_start=True)
 _NEVER = Piece()
 
 
-class Column:
-    """Where one may get from a position with characters that are in the same sets."""
+class Ways(dict[int, tuple[int, ...]]):
+    """Where one may get from each position with one of the characters of `here`, found when it is asked."""
 
-    __slots__ = ("_follow", "_here", "_ways", "begin", "begin_at_start")
+    def __init__(self, follow: Several[int], here: int) -> None:
+        self._follow = follow
+        self._here = here
+
+    def __missing__(self, position: int) -> tuple[int, ...]:
+        ways = self[position] = tuple(_bits(self._follow[position] & self._here))
+        return ways
+
+
+class Column:
+    """Where one may get with characters that are in the same sets: from a position, and from nowhere."""
+
+    __slots__ = ("begin", "begin_at_start", "ways")
 
     def __init__(self, positions: Positions, here: int) -> None:
-        self._follow = positions.follow
-        self._here = here
-        self._ways: dict[int, tuple[int, ...]] = {}
+        self.ways = Ways(positions.follow, here)
         self.begin = tuple(_bits(positions.first & here))
         self.begin_at_start = tuple(_bits(positions.first_at_start & here))
-
-    def ways(self, position: int) -> tuple[int, ...]:
-        ways = self._ways.get(position)
-        if ways is None:
-            ways = self._ways[position] = tuple(_bits(self._follow[position] & self._here))
-        return ways
 
 
 class Positions:
@@ -60,9 +65,11 @@ class Positions:
 
     `follow` has for each position the set of those that may come next, `first` is the set of those that a
     match may begin with (`first_at_start` at the beginning of the text), `ends[p]` the number of the pattern
-    that is matched where position p is reached, or -1. Positions from which no pattern can be matched any
-    more are in none of them. `found` are the patterns that can be matched at all, `empty` those that match
-    the empty text.
+    that is matched where position p is reached, or -1; `ending` has the positions where one is. Positions
+    from which no pattern can be matched any more are in none of them. `found` are the patterns that can be
+    matched at all, `empty` those that match the empty text. `steps` is the most that one character may cost:
+    the positions that the one before it can have reached, the ways from these, and the positions that it can
+    begin at.
     """
 
     def __init__(self, nodes: Several[Node]) -> None:
@@ -82,16 +89,14 @@ class Positions:
         for piece in pieces:
             self.first |= piece.first & useful
             self.first_at_start |= piece.first_at_start & useful
+        self.ending = frozenset(position for position, number in enumerate(self.ends) if number >= 0)
         self.empty = [i for i, piece in enumerate(pieces) if piece.empty or piece.empty_at_start]
         self.found = [i for i, piece in enumerate(pieces) if piece.first_at_start & useful]
-        self._edges, self._here = self._kinds()
+        alike = self._alike()
+        self._edges, self._here = self._kinds(alike)
+        self.steps = self._steps(alike)
         self._columns: dict[int, Column] = {}
         self._column_of: dict[str, Column] = {}
-
-    @property
-    def steps(self) -> int:
-        """The most that one character may cost: all ways from one position to another, and to the first."""
-        return self.first_at_start.bit_count() + sum(follow.bit_count() for follow in self.follow)
 
     def column(self, char: str) -> Column:
         """The ways of a character."""
@@ -104,19 +109,43 @@ class Positions:
             column = self._column_of[char] = self._columns.setdefault(here, Column(self, here))
         return column
 
-    def _kinds(self) -> tuple[list[int], list[int]]:
+    def _alike(self) -> list[tuple[Ranges, int]]:
+        """Each set with its positions."""
+        # A repeat's copies share one, which may have hundreds of ranges: it is hashed once.
+        sets = {id(ranges): ranges for ranges in self._sets}
+        copies = dict.fromkeys(sets, 0)
+        for position, ranges in enumerate(self._sets):
+            copies[id(ranges)] |= 1 << position
+        having: dict[Ranges, int] = {}
+        for name, positions in copies.items():
+            having[sets[name]] = having.get(sets[name], 0) | positions
+        return [*having.items()]
+
+    def _kinds(self, alike: list[tuple[Ranges, int]]) -> tuple[list[int], list[int]]:
         """The code points at which a set begins or has ended, and the positions whose sets have what is below
         the first of them, below the second, and so on."""
         changes: dict[int, int] = {}
-        for position, ranges in enumerate(self._sets):
+        for ranges, positions in alike:
             for low, high in ranges:
                 for edge in (low, high + 1):
-                    changes[edge] = changes.get(edge, 0) ^ 1 << position
+                    changes[edge] = changes.get(edge, 0) ^ positions
         edges = sorted(changes)
         here = [0]
         for edge in edges:
             here.append(here[-1] ^ changes[edge])
         return edges, here
+
+    def _steps(self, alike: list[tuple[Ranges, int]]) -> int:
+        ways = [1 + follow.bit_count() for follow in self.follow]
+        reached: list[tuple[int, int]] = []
+        begun: list[tuple[int, int]] = []
+        for ranges, positions in alike:
+            cost = sum(ways[position] for position in _bits(positions))
+            first = (positions & self.first_at_start).bit_count()
+            for low, high in ranges:
+                reached += (low, cost), (high + 1, -cost)
+                begun += (low, first), (high + 1, -first)
+        return _most(reached) + _most(begun)
 
     def _useful(self) -> int:
         """The positions from which a pattern can still be matched."""
@@ -191,6 +220,11 @@ class Positions:
             one = self._piece(node)._replace(empty=False, empty_at_start=False)
             tail = self._then(one, tail).optional()
         return self._then(piece, tail)
+
+
+def _most(changes: Iterable[tuple[int, int]]) -> int:
+    """The largest sum on the way, of changes at code points."""
+    return max(accumulate(change for _, change in sorted(changes)), default=0)
 
 
 def _may_be_empty(node: Node) -> bool:

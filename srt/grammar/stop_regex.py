@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from sapwood.srt.errors import BadRequest
@@ -10,8 +11,10 @@ from sapwood.srt.grammar.regex import Anchor, Node, parse, parts_of, size
 
 MAX_SIZE = 1024
 """Characters and choices of all patterns of a request, counted repeats written out."""
-MAX_STEPS = 1024
-"""Ways from a character of a pattern to the next one: what one character of the output may cost."""
+MAX_STEPS = 160
+"""For one character of the output (see Positions): at some 35 ns each, so that the worst takes 5 us."""
+MAX_STEPS_TOGETHER = 2048
+"""Of all choices of a prompt: in a step of the model each has a token, which may have many characters."""
 MAX_MATCH = 1024
 """Characters of a match: what begins earlier is no longer a part of one, and need not be held back."""
 
@@ -32,10 +35,20 @@ def automaton(patterns: tuple[str, ...]) -> Positions:
         raise _refused(f"{patterns[number]!r} can match nothing")
     if positions.steps > MAX_STEPS:
         raise _refused(
-            f"has {positions.steps} ways from one of its characters to the next, above the limit of"
-            f" {MAX_STEPS}"
+            f"takes up to {positions.steps} steps for one character of the output, above the limit of"
+            f" {MAX_STEPS}; shorter repeats take fewer"
         )
     return positions
+
+
+def check(patterns: Sequence[str], n: int) -> None:
+    """Raises BadRequest if the patterns cannot be looked for in the `n` choices of a prompt, and why."""
+    steps = automaton(tuple(patterns)).steps
+    if steps * n > MAX_STEPS_TOGETHER:
+        raise _refused(
+            f"takes up to {steps} steps for one character of the output, which makes {steps * n} for {n}"
+            f" choices, above the limit of {MAX_STEPS_TOGETHER}"
+        )
 
 
 def _read(pattern: str) -> Node:

@@ -149,8 +149,6 @@ def verified(state: State, sequence: Sequence, ids: Int32s, ended: bool) -> None
     sequence.accepted += kept
     state.counters.drafted_tokens += proposed
     state.counters.accepted_tokens += kept
-    if sequence.request.program is not None:
-        sequence.request.program.counts.accepted_tokens += kept
     _learn(state, drafting, drafting.source, kept, failed and not ended)
     if len(ids) > 1:
         drafting.gap = FIRST_GAP

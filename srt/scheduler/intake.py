@@ -8,7 +8,7 @@ from sapwood.srt.messages import Cancel, Done, GrammarLoaded, Refused, StopAt, S
 from sapwood.srt.namespaces import LISTED
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.scheduler.ends import finish
-from sapwood.srt.scheduler.programs import Place
+from sapwood.srt.scheduler.programs import ProgramKey
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.results import output_count
 from sapwood.srt.scheduler.state import State
@@ -55,7 +55,7 @@ def submit(state: State, message: Submit) -> None:
         reads_from=reads_from,
         judged=message.ids[4 * computed :],
         forked=params.n == 1,
-        program=state.programs.of(Place(message.namespace, scheduling.tenant, scheduling.program)),
+        program=state.programs.of(ProgramKey(message.namespace, scheduling.tenant, scheduling.program)),
         grammar=message.grammar if max_tokens else None,
     )
     state.orders += 1

@@ -85,7 +85,7 @@ def _empty(
         seeds=seeds,
         clock=clock,
         drafts=Drafts.of(config),
-        programs=Programs(tree, pool, config.program_timeout, clock),
+        programs=Programs(tree, config.program_timeout, clock),
     )
 
 

@@ -186,7 +186,7 @@ def _emit(
             extends=np.array([False] * num_decodes + [not draft for draft in spans.drafts], dtype=np.bool_),
             samples=samples,
             drafts=proposed,
-            part=state.programs.part(rows, step_rows, starts),
+            part=state.programs.steps.part(rows, step_rows, starts),
             prompt_tokens=sum(c for c, draft in zip(spans.counts, spans.drafts, strict=True) if not draft),
             tokens=sum(spans.counts) + num_decodes,
         )

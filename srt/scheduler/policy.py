@@ -7,7 +7,8 @@
     priority     by the requests' own priority; those of one, longest cached prefix first
     fair         by what each tenant has used; those of one, longest cached prefix first
 
-Ties go by arrival. How far a request can be overtaken is bounded (see lines.py), but by those of a higher
+Ties go by arrival, but under `lpm`, `lof`, `priority` and `fair` the requests of a program go together, where
+its first one would be. How far a request can be overtaken is bounded (see lines.py), but by those of a higher
 priority, or of a tenant that has used less. Under `dfs-weight`, which is for batches, the bound is wide.
 """
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import inf
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ from sapwood.srt.errors import BadRequest, ErrorInfo, ProgramNotFound, SapwoodEr
 from sapwood.srt.messages import Answer, Ask, IdsPrompt
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.scheduler.admission import verdict
-from sapwood.srt.scheduler.programs import Ending, Place, Program
+from sapwood.srt.scheduler.programs import Ending, Program, ProgramKey
 from sapwood.srt.scheduler.state import State
 
 MAX_SEGMENTS = 100
@@ -71,7 +72,7 @@ def ask(state: State, message: Ask) -> None:
                 if options.end:
                     _end(state, message, program)
                     return
-                data = _counts(program)
+                data = _counts(state, program)
             case "state" | "check":
                 data = _state(state)
             case _:
@@ -90,16 +91,17 @@ def answer_endings(state: State) -> None:
     endings = state.programs.endings
     if not endings:
         return
-    first = state.in_flight[0].number if state.in_flight else None
-    due = [ending for ending in endings if first is None or ending.number < first]
-    state.programs.endings = [ending for ending in endings if ending not in due]
-    for ask, program, released, _ in due:
-        state.tell(ask.tokenizer, Answer(ask.call, None, {**_counts(program), "released_tokens": released}))
+    first = state.in_flight[0].number if state.in_flight else inf
+    state.programs.endings = [ending for ending in endings if ending.number >= first]
+    for ask, program, released, number in endings:
+        if number < first:
+            data = {**_counts(state, program), "released_tokens": released}
+            state.tell(ask.tokenizer, Answer(ask.call, None, data))
 
 
 def _program(state: State, namespace: str, options: ProgramOptions) -> Program:
     state.programs.expire(state.clock())
-    program = state.programs.find(Place(namespace, options.tenant, options.program))
+    program = state.programs.find(ProgramKey(namespace, options.tenant, options.program))
     if program is None:
         raise ProgramNotFound(
             f"there is no program {options.program!r}: none of its requests has come, it was ended, or none "
@@ -121,8 +123,8 @@ def _end(state: State, message: Ask, program: Program) -> None:
     answer_endings(state)
 
 
-def _counts(program: Program) -> dict[str, Any]:
-    return {"program": program.place.name, **dataclasses.asdict(program.counts)}
+def _counts(state: State, program: Program) -> dict[str, Any]:
+    return {"program": program.key.name, **dataclasses.asdict(state.programs.counts(program))}
 
 
 def _options(message: Ask, kind: type[T]) -> T:

@@ -104,9 +104,10 @@ def _by_itself(
     """A row that forks, has a draft, draws nothing, or is no longer what it was."""
     place = int(drawn.first[i])
     ids = drawn.ids[place : place + drawn.counts[i]]
-    if sent.samples[i] > 1:
-        there = int(sent.rows[i]) not in failed and int(sent.keys[i]) in state.sequences
-        return _fork(state, sent, i, ids, place, emitted) if there else []
+    if sent.drafts is not None and sent.drafts[i] and int(sent.rows[i]) not in failed:
+        state.programs.drew_after_drafts(sent.part, i, len(ids) - 1)
+    if sent.samples[i] > 1 and int(sent.rows[i]) not in failed and int(sent.keys[i]) in state.sequences:
+        return _fork(state, sent, i, ids, place, emitted)
     if not here:
         return _late(state, sent, i, ids, place, failed, emitted)
     if sent.drafts is not None and sent.drafts[i]:
@@ -133,7 +134,7 @@ def _count(state: State, sent: Sent, result: StepResult) -> None:
     counters.steps += 1
     counters.prompt_tokens_computed += sent.prompt_tokens
     if sent.part is not None:
-        state.programs.count(sent.part, sent.ends, sent.drafts)
+        state.programs.steps.add(sent.part, sent.ends, sent.drafts)
     state.drafts.cost.saw(sent.tokens, sent.prompt_tokens, result.seconds)
     if not sent.prompt_tokens:
         state.row_cost.saw(sent.tokens, 0, result.seconds)

@@ -28,11 +28,12 @@ from sapwood.srt.scheduler.deadlines import Deadlines
 from sapwood.srt.scheduler.estimate import OutputEstimate
 from sapwood.srt.scheduler.grammars import Grammars
 from sapwood.srt.scheduler.policy import Queue
-from sapwood.srt.scheduler.programs import Part, Program, Programs
+from sapwood.srt.scheduler.programs import Program, Programs
 from sapwood.srt.scheduler.request import Request, Sequence
 from sapwood.srt.scheduler.rows import Rows
 from sapwood.srt.scheduler.shared import SharedPrefixes
 from sapwood.srt.scheduler.step_cost import FIRST_ROW, StepCost
+from sapwood.srt.scheduler.step_counts import Part
 
 if TYPE_CHECKING:
     from sapwood.srt.scheduler.drafts import Drafts

@@ -16,6 +16,7 @@ from sapwood.srt.params import (
 )
 from sapwood.srt.server.chat_prompt import MAX_MESSAGES
 from sapwood.srt.server.constraints import KINDS, MAX_WHITESPACE
+from sapwood.srt.server.parts import MAX_PARTS
 from sapwood.srt.server.sampling import MAX_NAME_CHARS, MAX_TIMEOUT
 from sapwood.srt.server.score import MAX_CHOICES, OF_OUTPUT
 from sapwood.srt.server.service import ANY_MODEL, Service
@@ -99,6 +100,7 @@ _FIELDS: dict[str, Schema] = {
 
 
 _NULL: Schema = {"type": "null"}
+_NOTHING: Schema = {"enum": [None, {}]}
 _TRUE: Schema = {"const": True}
 
 
@@ -145,11 +147,25 @@ _SCORED: Schema = {
         _fields(
             text={"not": {"type": "array"}},
             input_ids={"not": {"type": "array", "minItems": 1, "items": {"type": "array"}}},
-            **{name: {"enum": [None, False]} for name in OF_OUTPUT},
+            **{name: {"enum": [*neutral]} for name, neutral in OF_OUTPUT.items()},
         ),
     ]
 }
 """Choices come after one prompt, and nothing is drawn."""
+_ONE_PROMPT: Schema = {
+    "oneOf": [
+        _with("text", input_ids=_NULL, input=_NULL, chat_template_kwargs=_NOTHING),
+        _with("input_ids", text=_NULL, input=_NULL, chat_template_kwargs=_NOTHING),
+        _with("input", text=_NULL, input_ids=_NULL),
+    ]
+}
+_SPECIAL_OR_MESSAGE: Schema = {
+    "oneOf": [
+        _with("special", role=_NULL, text=_NULL, content=_NULL, open={"const": False}),
+        _with("role", special=_NULL)
+        | {"oneOf": [_with("text", content=_NULL), _with("content", text=_NULL)]},
+    ]
+}
 _STREAMED = [_needs("stream_options", "stream")]
 
 _TOGETHER: dict[str, list[Schema]] = {
@@ -158,7 +174,7 @@ _TOGETHER: dict[str, list[Schema]] = {
     "ChatRequest": [_ONE_END, _needs("top_logprobs", "logprobs"), _ONE_CONSTRAINT, *_STREAMED],
     "CompletionRequest": [_ONE_CONSTRAINT, *_STREAMED],
     "NativeSampling": [_ONE_CONSTRAINT],
-    "GenerateRequest": [{"oneOf": [_with("text", input_ids=_NULL), _with("input_ids", text=_NULL)]}, _SCORED],
+    "GenerateRequest": [_ONE_PROMPT, _SCORED],
     "TokenizeRequest": [_prompt_or_chat({"enum": [None, False]}), _ONE_END],
     "ExplainRequest": [_prompt_or_chat(_NULL), _ONE_END],
 }
@@ -193,5 +209,16 @@ def tighten(components: dict[str, Schema], requests: Sequence[str], service: Ser
     components["CompletionRequest"]["properties"]["prompt"] = prompts
     choice = {"anyOf": [{"type": "string", "minLength": 1}, ids]}
     components["GenerateRequest"]["properties"]["score"]["items"] = choice
+    _tighten_parts(components, token)
     components["ExplainRequest"]["properties"]["prompt"].update(minItems=1, items=token)
     components["ChatRequest"]["properties"]["max_tokens"].update(_AT_LEAST_ONE)
+
+
+def _tighten_parts(components: dict[str, Schema], token: Schema) -> None:
+    pieces: list[Schema] = [{"type": "string"}, {"type": "array", "items": token}]
+    contents = {"type": "array", "maxItems": MAX_PARTS, "items": {"anyOf": pieces}}
+    components["InputPart"]["allOf"] = [_SPECIAL_OR_MESSAGE]
+    components["InputPart"]["properties"]["content"]["anyOf"] = [{"type": "string"}, contents, _NULL]
+    items = {"anyOf": [*pieces, token, {"$ref": "#/components/schemas/InputPart"}]}
+    parts = {"type": "array", "minItems": 1, "maxItems": MAX_PARTS, "items": items}
+    components["GenerateRequest"]["properties"]["input"]["anyOf"] = [parts, _NULL]

@@ -263,7 +263,9 @@ class NativeShape:
             NativeLogprobs(params, self._with_text).follow(choice.logprobs).tell_output(meta)
         generated = Generated(choice.text, choice.ids, meta)
         started = self.outcome.started[prompt]
-        if self._with_ids and started is not None and choice.finish is not None:
+        # One list says it for all choices: of a long prompt it is by far the most of an answer.
+        first = index % self.outcome.n == 0
+        if self._with_ids and first and started is not None and choice.finish is not None:
             generated.input_ids = unpack(started.prompt_ids).tolist()
         return generated
 

@@ -171,7 +171,7 @@ Triples = list[list[Triple] | None]
 
 class KeptReport(msgspec.Struct):
     """Of an output that a stop string or pattern has cut: the text of its first `tokens` tokens and `rest`,
-    a part of what comes next, are all the text before the cut."""
+    a part of what comes next, are all of the output's text before the cut, reasoning included."""
 
     tokens: int
     rest: str
@@ -222,8 +222,8 @@ class Score(msgspec.Struct):
 
 class Generated(msgspec.Struct):
     """One choice; in a stream all of its text and ids so far. `index` (prompt * n + choice) is there if
-    there are more. `input_ids` are the tokens of `input`, told at a choice's end, and those of a prompt with
-    `score`; `scores` are the answer to that, in its order."""
+    there are more. `input_ids` are the tokens of `input`, told with the first choice, at its end, and those
+    of a prompt with `score`; `scores` are the answer to that, in its order."""
 
     text: str
     output_ids: list[int]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
-from sapwood.srt.errors import BadRequest, ContextTooLong
+from sapwood.srt.errors import BadRequest, ContextTooLong, require_unicode
 from sapwood.srt.messages import IdsPart, IdsPrompt, PartsPrompt, Spoken, TextPart
 from sapwood.srt.server.chat_prompt import FreeForm
 from sapwood.srt.server.native_protocol import InputPart
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 MAX_PARTS = 16_384
 """Of a prompt, and of all its messages' contents together."""
 MAX_MESSAGES = 1_024
+SHORT = 64
+"""A list of ids up to this length is read faster by itself than as an array: there may be MAX_PARTS lists."""
 
 Given = int | str | list[int] | InputPart
 
@@ -69,7 +72,7 @@ def _parts(service: Service, given: Sequence[Given]) -> Iterator[TextPart | IdsP
     for single, run in groupby(enumerate(given), key=lambda each: isinstance(each[1], int)):
         if single:
             ids = [cast(int, part) for _, part in run]
-            yield IdsPart(service.packed(ids, "input").ids)
+            yield _ids(service, "input", ids)
             continue
         for i, part in run:
             if isinstance(part, InputPart):
@@ -102,7 +105,7 @@ def _segment(service: Service, where: str, segment: InputPart, last: bool) -> Te
 
 def _piece(service: Service, where: str, piece: str | list[int]) -> TextPart | IdsPart:
     if isinstance(piece, list):
-        return IdsPart(service.packed(piece, where).ids)
+        return _ids(service, where, piece)
     return TextPart(_text(service, where, piece))
 
 
@@ -111,8 +114,11 @@ def _text(service: Service, where: str, text: str) -> str:
         raise BadRequest(
             f"{where} is text, and this server takes token ids only (--skip-tokenizer-init)", param=where
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRequest(f"{where} holds a lone surrogate, which is not a character", param=where) from None
-    return text
+    return require_unicode(text, where)
+
+
+def _ids(service: Service, where: str, ids: list[int]) -> IdsPart:
+    vocab_size = service.source.vocab_size
+    if len(ids) <= SHORT and all(0 <= token < vocab_size for token in ids):
+        return IdsPart(struct.pack(f"<{len(ids)}i", *ids))
+    return IdsPart(service.packed(ids, where).ids)

@@ -78,7 +78,7 @@ def openai(
 def check_patterns(params: SamplingParams) -> SamplingParams:
     """Refuse a `stop_regex` that cannot be looked for; BadRequest says why."""
     if params.stop_regex:
-        stop_regex.automaton(tuple(params.stop_regex))
+        stop_regex.check(params.stop_regex, params.n)
     return params
 
 

@@ -10,19 +10,18 @@ framework.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from sapwood.srt.client import Prompt, Stream, merge
-from sapwood.srt.errors import BadRequest, ContextTooLong, ErrorInfo, Unavailable, from_info
-from sapwood.srt.messages import Ended, IdsPart, IdsPrompt, PartsPrompt, TextPart, pack, unpack
+from sapwood.srt.errors import BadRequest, ContextTooLong, ErrorInfo, Unavailable, from_info, require_unicode
+from sapwood.srt.messages import Ended, Ids, IdsPart, IdsPrompt, PartsPrompt, TextPart, pack, unpack
+from sapwood.srt.names import Held
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.server import generation, refused, sampling
 from sapwood.srt.server.answers import cache_report
@@ -39,13 +38,17 @@ MAX_TOKENS = 65_536
 KEEP_SECONDS = 5.0
 """So long the prompt stays in the cache, if there is room, for the rows that come after the first."""
 
-OF_OUTPUT = (
-    "sampling_params", "return_logprob", "top_logprobs_num", "logprob_start_len", "token_ids_logprob",
-    "stream", "separate_reasoning",
-)  # fmt: skip
-"""Fields of a request that do not go with `score`: null and false are taken."""
+OF_OUTPUT: dict[str, tuple[Any, ...]] = {
+    "sampling_params": (None,),
+    "return_logprob": (None, False),
+    "top_logprobs_num": (None, 0),
+    "logprob_start_len": (None, -1),
+    "token_ids_logprob": (None, []),
+    "stream": (None, False),
+    "separate_reasoning": (None, False),
+}
+"""Fields of a request that do not go with `score`, but for the values that ask for nothing."""
 
-Ids = list[int]
 Start = Callable[[int, Callable[[], list[Stream]]], Awaitable[list[Stream]]]
 """Starts so many requests by that call, once there is room for them."""
 
@@ -59,7 +62,7 @@ class _Asked(NamedTuple):
     """A checked request. `name` is that of all its rows."""
 
     prompt: Prompt
-    choices: Sequence[str | Ids]
+    choices: Sequence[str | list[int]]
     place: Place
     name: str
     timeout: float | None
@@ -72,7 +75,7 @@ class _Tokens(NamedTuple):
     """The ids of a prompt and of its choices, and the messages at which the prompt was rewritten."""
 
     prompt: Ids
-    choices: list[Ids]
+    choices: list[list[int]]
     rewritten: list[int]
 
 
@@ -85,22 +88,17 @@ async def answer(
     cancelled, it leaves nothing behind.
     """
     asked = _check(service, body, key)
-    limit, late = service.client.time_limit(asked.timeout)
-    # Between two rows no stream is live, and yet a server that is about to end has to wait for this one.
-    with service.client.unfinished():
-        try:
-            async with asyncio.timeout(limit):
-                tokens = await _tokenized(service, asked)
-                return await _Scoring(service, asked, tokens, start).run()
-        except TimeoutError:
-            raise late from None
+    # Between two rows no stream is live, and yet it can be aborted, and a server that is to end waits for it.
+    async with service.client.holding(asked.name, asked.timeout) as held:
+        tokens = await _tokenized(service, asked)
+        return await _Scoring(service, asked, held, tokens, start).run()
 
 
 def _check(service: Service, body: GenerateRequest, key: bytes) -> _Asked:
     choices = body.score or []
     refused.check(body)
-    for name in OF_OUTPUT:
-        if getattr(body, name) is not None and getattr(body, name) is not False:
+    for name, neutral in OF_OUTPUT.items():
+        if getattr(body, name) not in neutral:
             raise BadRequest(f"{name} cannot be used with score, which draws nothing", param=name)
     if body.batched:
         raise BadRequest(f"score takes one prompt, {body.field} is a list of them", param=body.field)
@@ -120,6 +118,8 @@ def _check(service: Service, body: GenerateRequest, key: bytes) -> _Asked:
             raise BadRequest(
                 f"score[{i}]: this server takes token ids only (--skip-tokenizer-init)", param=f"score[{i}]"
             )
+        else:
+            require_unicode(choice, f"score[{i}]")
     (prompt,) = generation.prompts(service, body)
     rid = generation.names(body.rid, 1)
     assert isinstance(rid, str)
@@ -152,34 +152,47 @@ async def _tokenized(service: Service, asked: _Asked) -> _Tokens:
 async def _prompt_ids(service: Service, asked: _Asked) -> tuple[Ids, list[int]]:
     """The prompt's ids, and the messages at which it was rewritten."""
     if isinstance(asked.prompt, IdsPrompt):
-        return unpack(asked.prompt.ids).tolist(), []
-    found = await _told(service, asked.prompt, asked.place.namespace)
-    return found["tokens"], found.get("rewritten", [])
+        return asked.prompt.ids, []
+    try:
+        found = await _told(service, asked.prompt, asked.place.namespace)
+    except BadRequest as e:
+        raise from_info(_named(e.info(), asked.field)) from None
+    return pack(found["tokens"]), found.get("rewritten", [])
 
 
-async def _choice_ids(service: Service, choices: Sequence[str | Ids]) -> list[Ids]:
+async def _choice_ids(service: Service, choices: Sequence[str | list[int]]) -> list[list[int]]:
     """Texts go on in the midst of a text, whatever was before: each has tokens of its own."""
     texts = [choice for choice in choices if isinstance(choice, str)]
     told = iter(await _continuations(service, texts) if texts else [])
     return [next(told) if isinstance(choice, str) else choice for choice in choices]
 
 
-async def _continuations(service: Service, texts: list[str]) -> list[Ids]:
+async def _continuations(service: Service, texts: list[str]) -> list[list[int]]:
     # The first part begins a prompt, which no choice does: any token will do.
     parts = PartsPrompt([IdsPart(pack([0])), *map(TextPart, texts)])
-    found = await _told(service, parts)
+    try:
+        found = await _told(service, parts)
+    except BadRequest as e:
+        raise from_info(structs.replace(e.info(), param="score")) from None
     ends = np.cumsum(found["parts"]).tolist()
     return [found["tokens"][begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 async def _told(service: Service, prompt: Prompt, namespace: str = "") -> dict[str, Any]:
-    options = {"texts": False}
     async with service.questions:
-        return await service.client.ask("tokenize", prompt=prompt, namespace=namespace, options=options)
+        return await service.client.ask(
+            "tokenize", None, prompt=prompt, namespace=namespace, options={"texts": False}
+        )
+
+
+def _named(error: ErrorInfo, field: str) -> ErrorInfo:
+    """An error of another process, which knows one prompt only."""
+    return structs.replace(error, param=field) if error.param == "prompt" else error
 
 
 def _check_lengths(service: Service, asked: _Asked, tokens: _Tokens) -> None:
-    if not tokens.prompt:
+    length = len(tokens.prompt) // 4
+    if not length:
         raise BadRequest(f"{asked.field} is empty; at least one token is needed", param=asked.field)
     _require_tokens(sum(map(len, tokens.choices)))
     for i, ids in enumerate(tokens.choices):
@@ -188,9 +201,9 @@ def _check_lengths(service: Service, asked: _Asked, tokens: _Tokens) -> None:
                 f"score[{i}] has no tokens; at least one is needed, got {asked.choices[i]!r:.100}",
                 param=f"score[{i}]",
             )
-        if len(tokens.prompt) + len(ids) > service.longest:
+        if length + len(ids) > service.longest:
             raise ContextTooLong(
-                f"{asked.field} has {len(tokens.prompt)} tokens and score[{i}] {len(ids)}; together they may"
+                f"{asked.field} has {length} tokens and score[{i}] {len(ids)}; together they may"
                 f" have {service.longest}",
                 param=f"score[{i}]",
             )
@@ -199,11 +212,13 @@ def _check_lengths(service: Service, asked: _Asked, tokens: _Tokens) -> None:
 class _Scoring:
     """One request's rows, as many at a time as the scheduler can run."""
 
-    def __init__(self, service: Service, asked: _Asked, tokens: _Tokens, start: Start) -> None:
+    def __init__(self, service: Service, asked: _Asked, held: Held, tokens: _Tokens, start: Start) -> None:
         self._service = service
         self._asked = asked
+        self._held = held
         self._tokens = tokens
         self._start = start
+        self._length = len(tokens.prompt) // 4
         self._tree = ChoiceTree(tokens.choices)
 
     async def run(self) -> Generated:
@@ -212,7 +227,7 @@ class _Scoring:
         first = await self._judge(rows, self._place_of_first())
         place = self._asked.place._replace(
             # It has had its turn.
-            scheduling=msgspec.structs.replace(self._asked.place.scheduling, queue_timeout=None)
+            scheduling=structs.replace(self._asked.place.scheduling, queue_timeout=None)
         )
         config = self._service.config
         together = min(config.max_running_requests, config.max_queued_requests)
@@ -226,7 +241,7 @@ class _Scoring:
         if self._tree.over or self._service.config.disable_radix_cache:
             return place
         keep = max(place.scheduling.keep, KEEP_SECONDS)
-        return place._replace(scheduling=msgspec.structs.replace(place.scheduling, keep=keep))
+        return place._replace(scheduling=structs.replace(place.scheduling, keep=keep))
 
     async def _judge(self, rows: Sequence[Row], place: Place) -> Outcome:
         streams = await self._start(len(rows), lambda: self._submit(rows, place))
@@ -237,7 +252,7 @@ class _Scoring:
                     if not isinstance(event, Ended):
                         outcome.add(i, event)
                     elif event.error is not None:
-                        raise from_info(self._named(event.error))
+                        raise from_info(_named(event.error, self._asked.field))
         finally:
             for stream in streams:
                 stream.cancel()
@@ -248,14 +263,14 @@ class _Scoring:
         return outcome
 
     def _submit(self, rows: Sequence[Row], place: Place) -> list[Stream]:
-        prompt = self._tokens.prompt
+        prompt, length = self._tokens.prompt, self._length
         items: list[tuple[Prompt, SamplingParams]] = [
             (
-                IdsPrompt(pack(prompt + row.before + row.path)),
+                IdsPrompt(prompt + pack(row.before + row.path)),
                 SamplingParams(
                     max_tokens=0,
                     logprobs=0,
-                    logprob_start=len(prompt) + len(row.before),
+                    logprob_start=length + len(row.before),
                     logprob_ids=row.beside,
                     judges_last=True,
                     seed=0,
@@ -265,24 +280,18 @@ class _Scoring:
         ]
         asked, client = self._asked, self._service.client
         if not rows[0].before:
-            return self._service.submit(items, place=place, rid=asked.name, field=asked.field, streamed=False)
+            return self._service.submit(items, place=place, rid=self._held, field=asked.field, streamed=False)
         # What has begun goes on, though others may not begin any more.
         return client.submit_all(
-            items, place.namespace, asked.name, scheduling=place.scheduling, streamed=False
+            items, place.namespace, self._held, scheduling=place.scheduling, streamed=False
         )
-
-    def _named(self, error: ErrorInfo) -> ErrorInfo:
-        """An error of another process, which knows one prompt only."""
-        if error.param != "prompt":
-            return error
-        return msgspec.structs.replace(error, param=self._asked.field)
 
     def _generated(self, first: Outcome) -> Generated:
         verdict = first.verdict(0)
         meta = MetaInfo(
             self._asked.name,
             LengthReason(0),
-            len(self._tokens.prompt),
+            self._length,
             0,
             verdict.matched,
             cache_report(verdict),
@@ -291,7 +300,7 @@ class _Scoring:
         if self._tokens.rewritten:
             meta.rewritten = self._tokens.rewritten
         scores = [self._score(i) for i in range(len(self._tokens.choices))]
-        return Generated("", [], meta, input_ids=self._tokens.prompt, scores=scores)
+        return Generated("", [], meta, input_ids=unpack(self._tokens.prompt).tolist(), scores=scores)
 
     def _score(self, choice: int) -> Score:
         judged = self._tree.judged(choice)

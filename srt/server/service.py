@@ -13,6 +13,7 @@ from sapwood.srt.client import Client, Prompt, Stream
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import BadRequest, ContextTooLong, ModelNotFound, Overloaded, Unavailable
 from sapwood.srt.messages import Ids, IdsPrompt, TextPrompt, pack
+from sapwood.srt.names import Rid
 from sapwood.srt.params import Constraint, Parsing, SamplingParams
 from sapwood.srt.server import sampling
 from sapwood.srt.server.tenants import Place, Tenants
@@ -85,7 +86,7 @@ class Service:
         items: Sequence[tuple[Prompt, SamplingParams]],
         *,
         place: Place,
-        rid: str | Sequence[str],
+        rid: Rid,
         timeout: float | None = None,
         field: str = "prompt",
         waited: float = 0.0,

@@ -18,6 +18,8 @@ from sapwood.srt.tokenizer.prompts import Prompt
 
 LONG_CHARS = 8192
 """A text of this length takes some milliseconds to encode."""
+PART_CHARS = 64
+"""What a part counts for besides its text: each takes an encoding of its own."""
 THREADS = 2
 TRIM_SECONDS = 0.2
 """After a job that took longer, memory goes back to the system: a megabyte of text takes hundreds of them."""
@@ -143,8 +145,8 @@ def size_of(prompt: Prompt) -> int:
 
 def _size_of_part(part: TextPart | IdsPart | Spoken) -> int:
     if isinstance(part, Spoken):
-        return len(part.role) + sum(map(_size_of_part, part.content))
-    return len(part.text) if isinstance(part, TextPart) else len(part.ids)
+        return PART_CHARS + len(part.role) + sum(map(_size_of_part, part.content))
+    return PART_CHARS + (len(part.text) if isinstance(part, TextPart) else len(part.ids))
 
 
 def _chars(value: object) -> int:

@@ -7,11 +7,11 @@ from tokenizers import Tokenizer
 
 from sapwood.srt import messages
 from sapwood.srt.config import ModelSource
-from sapwood.srt.errors import BadRequest
+from sapwood.srt.errors import BadRequest, require_unicode
 from sapwood.srt.messages import AnyPrompt, ChatPrompt, Ids, IdsPrompt, PartsPrompt, TextPrompt
 from sapwood.srt.tokenizer.isolation import IsolatedTemplate
 from sapwood.srt.tokenizer.parts import Encoded, PartsEncoder
-from sapwood.srt.tokenizer.specials import SpecialStrings
+from sapwood.srt.tokenizer.specials import SpecialStrings, encode
 
 Prompt = AnyPrompt
 
@@ -44,7 +44,8 @@ class PromptEncoder:
             self._template.close()
 
     def stop(self, prompt: Prompt) -> None:
-        """Break off the rendering of this very prompt, if there is one now: it raises. From any thread."""
+        """Break off what is done for this very prompt now, if it waits for the template: it raises. From any
+        thread."""
         if self._template is not None:
             self._template.stop(prompt)
 
@@ -122,16 +123,11 @@ class PromptEncoder:
         )
         if specials is None:
             return self._encode(text, False, "messages")
-        _check_text(text, "messages")
-        return specials.encode(text)
+        return specials.encode(require_unicode(text, "messages"))
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         tokenizer = self._need_tokenizer(param)
-        _check_text(text, param)
-        # The batch call is the one that lets other threads run meanwhile.
-        encoding = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        ids: list[int] = encoding.ids
-        return ids
+        return encode(tokenizer, require_unicode(text, param), add_special_tokens)
 
     def _need_template(self) -> IsolatedTemplate:
         self._need_tokenizer("messages")
@@ -160,13 +156,3 @@ class PromptEncoder:
                 param=param,
             )
         return ids
-
-
-def _check_text(text: str, param: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise BadRequest(
-            f"{param} holds a lone surrogate (U+{ord(text[e.start]):04X}), which is not a character",
-            param=param,
-        ) from None

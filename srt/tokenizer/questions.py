@@ -125,7 +125,7 @@ class Questions:
     def _work(self, asked: _Asked) -> _Asked | Answer:
         """Runs in a thread."""
         ask, answer = asked.ask, asked.answer
-        if time.monotonic() - asked.since > ASK_SECONDS:
+        if time.monotonic() - asked.since > ASK_SECONDS and not ask.patient:
             raise Unavailable(f"{ask.what} was not begun within {ASK_SECONDS:g} s: nobody waits for it now")
         if answer is None and ask.what == "explain":
             return asked._replace(ids=self._encoder.encode(_prompt_of(ask)))

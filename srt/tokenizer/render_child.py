@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 import socket
 import sys
+import time
 from typing import Any
 
 import msgspec
@@ -16,9 +17,10 @@ import msgspec
 from sapwood.srt import bounded_child
 from sapwood.srt.bounded_child import limited, memory, read, send
 from sapwood.srt.errors import BadRequest, ErrorInfo, ModelError, SapwoodError
-from sapwood.srt.tokenizer.templates import ChatTemplate
+from sapwood.srt.tokenizer.templates import Changes, ChatTemplate
 
 MEMORY_BYTES = 512 * 2**20
+BLOCK_CHARS = 2**14
 VIEWS_BYTES = 64 * 2**20
 """Of text that the Views of one Job may have; what they have in common counts once."""
 KEEP_BYTES = 128 * 2**20
@@ -66,13 +68,16 @@ class Viewed(msgspec.Struct, array_like=True):
 
 
 class Result(msgspec.Struct, array_like=True):
-    """`text` is UTF-8 (with surrogates, which the caller refuses). `last`: this process ends now."""
+    """`text` is UTF-8 (with surrogates, which the caller refuses). `last`: this process ends now.
+    `wants_parts` and `changes` are the template's, told once."""
 
     text: bytes = b""
     error: ErrorInfo | None = None
     wants_parts: bool = False
+    changes: Changes = "never"
     last: bool = False
     views: list[Viewed] = []
+    cpu_seconds: float = 0.0
 
 
 def _serve(sock: socket.socket) -> None:
@@ -86,7 +91,9 @@ def _serve(sock: socket.socket) -> None:
     if template is None:
         return
     while (frame := read(sock)) is not None:
+        begin = time.process_time()
         result = _render(template, frame, decoded.cpu_seconds)
+        result.cpu_seconds = time.process_time() - begin
         result.last = result.last or memory()[1] > KEEP_BYTES
         send(sock, msgspec.msgpack.encode(result))
         if result.last:
@@ -102,7 +109,7 @@ def _compile(setup: Setup) -> tuple[ChatTemplate | None, Result]:
             return None, Result(error=e.info())
         except MemoryError:
             return None, Result(error=_too_much().info())
-    return template, Result(wants_parts=template.wants_parts)
+    return template, Result(wants_parts=template.wants_parts, changes=template.changes)
 
 
 def _render(template: ChatTemplate, frame: bytes, cpu_seconds: float) -> Result:
@@ -145,14 +152,19 @@ def _views(template: ChatTemplate, job: Views) -> list[Viewed]:
 
 def _in_common(before: str, text: str) -> int:
     """How many characters both begin with."""
-    low, high = 0, min(len(before), len(text))
+    if text.startswith(before):  # nearly always
+        return len(before)
+    at = 0
+    while text.startswith(block := before[at : at + BLOCK_CHARS], at):
+        at += len(block)
+    low, high = 0, len(block) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if text.startswith(before[:middle]):
+        if text.startswith(block[:middle], at):
             low = middle
         else:
             high = middle - 1
-    return low
+    return at + low
 
 
 def _too_much() -> BadRequest:

@@ -29,6 +29,13 @@ from tokenizers import AddedToken, Tokenizer
 from sapwood.srt.errors import BadRequest
 
 
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """The ids of a text in which special tokens' strings are meant."""
+    # The batch call is the one that lets other threads run meanwhile.
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
+
+
 class SpecialStrings:
     """The special tokens of a tokenizer, and a copy of it that takes them as text."""
 
@@ -78,10 +85,10 @@ class SpecialStrings:
     def encode(self, rendered: str) -> list[int]:
         """The ids of a text rendered from marked values; BadRequest if plain text makes a special id."""
         text = self._parts.sub(self._resolve, rendered)
-        ids = self._copy.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = encode(self._copy, text)
         if made := self._control.intersection(ids):
             name = self._copy.id_to_token(min(made))
-            raise BadRequest(f"messages hold {name!r}, which cannot be kept plain text", param="messages")
+            raise BadRequest(f"the prompt holds {name!r}, which cannot be kept plain text", param="messages")
         return [self._real.get(token, token) for token in ids]
 
     def _resolve(self, found: re.Match[str]) -> str:

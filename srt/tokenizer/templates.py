@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Literal
 
 import jinja2
 from jinja2 import nodes
@@ -16,6 +17,12 @@ whether the template trims contents. (transformers' way, and its tag.)"""
 
 MAX_REASON_CHARS = 500
 """Of what a template says when it refuses: that may quote all of a message."""
+
+DAILY = re.compile(r"(?:[^%]|%-?[aAbBCdDeFGhjmuUVwWxyY%])*")
+"""Forms of a time that are the same all day."""
+
+Changes = Literal["never", "daily", "always"]
+"""How long a template makes the same text of the same messages."""
 
 RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
 
@@ -33,6 +40,7 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template cannot be used: {e}") from None
         self._variables = variables
         self.wants_parts = _wants_parts(self._compiled.tree)
+        self.changes = _changes(self._compiled.tree)
 
     def render(
         self,
@@ -93,14 +101,6 @@ def prepare(messages: list[dict[str, Any]], *, wants_parts: bool) -> list[dict[s
     return prepared
 
 
-def lone_surrogate(error: UnicodeEncodeError, param: str) -> BadRequest:
-    """The error for text that is not Unicode."""
-    return BadRequest(
-        f"{param} holds a lone surrogate (U+{ord(error.object[error.start]):04X}), which is not a character",
-        param=param,
-    )
-
-
 def _shown(reason: str) -> str:
     """A template's words, for an error message: not too many, and no control characters among them."""
     shown = "".join(
@@ -157,6 +157,21 @@ def _wants_parts(tree: nodes.Template) -> bool:
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, frozenset()):
             names.add(assign.target.name)
     return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+
+def _changes(tree: nodes.Template) -> Changes:
+    """What of the time the template asks for: the forms are read, where it names them outright."""
+    names = [name for name in tree.find_all(nodes.Name) if name.name == "strftime_now"]
+    calls = [call.args for call in tree.find_all(nodes.Call) if call.node in names]
+    asked = [test for test in tree.find_all(nodes.Test) if test.name == "defined" and test.node in names]
+    if len(calls) + len(asked) < len(names) or not all(map(_is_daily, calls)):
+        return "always"
+    return "daily" if calls else "never"
+
+
+def _is_daily(args: list[nodes.Expr]) -> bool:
+    form = args[0].value if len(args) == 1 and isinstance(args[0], nodes.Const) else None
+    return isinstance(form, str) and DAILY.fullmatch(form) is not None
 
 
 def _is_content(node: nodes.Node | None, names: frozenset[str] | set[str]) -> bool:

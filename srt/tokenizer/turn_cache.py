@@ -30,13 +30,45 @@ class Shown(NamedTuple):
         return len(text) >= self.size and Shown.of(text[: self.size]) == self
 
 
+class Trail:
+    """The template's text of a chat as it grows from message to message. Of what begins with what was there
+    before only the rest is hashed."""
+
+    def __init__(self, shown: Shown | None) -> None:
+        self._shown = shown or Shown.of("")
+        self._text: str | None = None if shown else ""
+        self._hash = hashlib.blake2b()
+
+    @property
+    def text(self) -> str:
+        """What is there; not before `begins` has found it in another, if it was known only as Shown."""
+        return self._text or ""
+
+    def begins(self, text: str) -> bool:
+        if self._text is not None:
+            return text.startswith(self._text)
+        if self._shown.begins(text):
+            self.reach(text[: self._shown.size])
+        return self._text is not None
+
+    def reach(self, text: str) -> Shown:
+        """Have `text` there now."""
+        known = self._text or ""
+        if not text.startswith(known):
+            known, self._hash = "", hashlib.blake2b()
+        self._hash.update(text[len(known) :].encode("utf-8", "surrogatepass"))
+        self._text = text
+        return Shown(len(text), self._hash.digest())
+
+
 class Turn(NamedTuple):
-    """A message's tokens; if `rewritten`, those of all messages up to it.
+    """A message's tokens; if `rewritten`, those of all messages up to it. They are None where a longer chat
+    has been rewritten, and nobody has asked for this one.
 
     Without `shown` the template refuses to end there: the tokens are in the next turn that has some.
     """
 
-    ids: Ids = b""
+    ids: Ids | None = b""
     rewritten: bool = False
     shown: Shown | None = None
     refusal: ErrorInfo | None = None
@@ -67,9 +99,9 @@ class TurnCache:
     def put(self, names: Sequence[bytes], turns: Sequence[Turn]) -> None:
         """Keep the turns of a whole beginning: what is longer without what is shorter is of no use."""
         with self._lock:
-            for name, turn in zip(reversed(names), reversed(turns), strict=True):
-                if name not in self._turns:
-                    self._bytes += _size(turn)
+            for name, turn in reversed([*zip(names, turns, strict=False)]):
+                old = self._turns.get(name)
+                self._bytes += _size(turn) - (0 if old is None else _size(old))
                 self._turns[name] = turn
                 self._turns.move_to_end(name)
             while self._bytes > self._limit:
@@ -78,4 +110,4 @@ class TurnCache:
 
 
 def _size(turn: Turn) -> int:
-    return ENTRY_BYTES + len(turn.ids)
+    return ENTRY_BYTES + len(turn.ids or b"")

@@ -16,6 +16,7 @@ from sapwood.srt.server.native_protocol import GenerateRequest, NativeSampling
 from sapwood.srt.server.protocol import ChatRequest, CompletionRequest
 from sapwood.srt.server.tokens import TokenizeRequest
 from tests.api.scripted import Harness, detokenize, reading
+from tests.api.test_programs import COUNTS
 
 TABLES: dict[type, Any] = {
     ChatRequest: refused.CHAT,
@@ -129,10 +130,26 @@ BODIES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             {"tools": [{"type": "function", "function": {}}]}, {"tool_choice": "xyz"},
         )] + [{"messages": [{"role": "assistant", "tool_calls": [{}]}]}],
     ),
+    "/programs/end": (
+        [{"program": "a"}, {"program": "~!", "cache_salt": None}, {"program": "a", "cache_salt": "x"}],
+        [{}, {"program": None}, {"program": ""}, {"program": "a b"}, {"program": "a" * 257}, {"rid": "a"},
+         {"program": "a", "cache_salt": ""}],
+    ),
     "/generate": (
-        [{"text": "x"}, {"input_ids": [5]}, {"input_ids": [[5]], "text": None}],
+        [{"text": "x"}, {"input_ids": [5]}, {"input_ids": [[5]], "text": None},
+         {"input": ["x", 5, [6, 7], []], "text": None, "input_ids": None},
+         {"input": [{"special": "<|end|>"}, {"role": "user", "text": "x"}], "chat_template_kwargs": {"a": 1}},
+         {"input": [{"role": "user", "content": ["x", [5]]}, {"role": "tool", "content": "", "open": True}]}],
         [{}, {"text": "x", "input_ids": [5]}, {"input_ids": []}, {"input_ids": [[5], 6]},
          {"text": "x", "sampling_params": {"max_new_tokens": -1}},
+         {"input": "x"}, {"input": []}, {"input": [1000]}, {"input": [[-1]]}, {"input": [None]},
+         {"input": ["x"], "text": "y"}, {"input": ["x"], "input_ids": [5]}, {"input": [[["x"]]]},
+         {"text": "x", "chat_template_kwargs": {"a": 1}}, {"input": ["x"] * 16385},
+         *({"input": [part]} for part in (
+             {}, {"text": "x"}, {"role": "user"}, {"role": "user", "text": "x", "content": "y"},
+             {"special": "x", "role": "user"}, {"special": "x", "open": True}, {"special": "x", "text": "y"},
+             {"role": "user", "content": [5]}, {"role": "user", "content": [[1000]]}, {"role": "u", "x": 1},
+         )),
          {"text": "x", "score": []}, {"text": "x", "score": [""]}, {"input_ids": [5], "score": [[]]},
          {"input_ids": [[5]], "score": [[6]]}, {"input_ids": [5], "score": [[6]], "stream": True},
          {"text": "x", "score": ["a"] * 257}, {"input_ids": [5], "score": [[6]], "sampling_params": {}},
@@ -152,6 +169,7 @@ def test_the_document_promises_what_the_server_takes(
         "tokenize": {"tokens": [], "texts": []},
         "detokenize": detokenize,
         "explain": {**found, "matched_text_tail": [], "next": []},
+        "program": COUNTS,
     }
     if path == "/v1/embeddings":
         server.tokenizer.script = reading

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import pytest
 from sapwood.srt.config import make
 from sapwood.srt.errors import ErrorInfo, OwnDeadlineExceeded
 from sapwood.srt.messages import (
-    Abort,
     Ask,
     Chunk,
     Ended,
@@ -35,7 +33,7 @@ from sapwood.srt.messages import (
 )
 from sapwood.srt.server import score
 from sapwood.srt.server.native_protocol import GenerateRequest
-from tests.api.scripted import VOCAB, Harness, answer_aborts, client
+from tests.api.scripted import VOCAB, Harness, client
 
 PROMPT = [10, 11, 12]
 
@@ -181,6 +179,9 @@ def test_texts_of_tokens_only_if_they_are_asked_for(http: httpx.Client) -> None:
         ({"score": [[5]], "stream": True}, "stream", "draws nothing"),
         ({"score": [[5]], "sampling_params": {"temperature": 0}}, "sampling_params", "draws nothing"),
         ({"score": [[5]], "return_logprob": True}, "return_logprob", "draws nothing"),
+        ({"score": [[5]], "top_logprobs_num": 1}, "top_logprobs_num", "draws nothing"),
+        ({"score": [[5]], "logprob_start_len": 0}, "logprob_start_len", "draws nothing"),
+        ({"score": [[5]], "token_ids_logprob": [5]}, "token_ids_logprob", "draws nothing"),
         ({"score": [[5]], "input_ids": [[5]]}, "input_ids", "one prompt"),
         ({"score": [[5]], "rid": ["a"]}, "rid", "one name"),
         ({"score": [[5]], "input_ids": None}, "text", "exactly one of"),
@@ -192,6 +193,14 @@ def test_refusals(server: Harness, http: httpx.Client, fields: dict[str, Any], p
     assert error["param"] == param
     assert told in error["message"]
     assert not sent(server)
+
+
+def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
+    for name, neutral in score.OF_OUTPUT.items():
+        for value in neutral:
+            assert scores(http, input_ids=PROMPT, score=[[5]], **{name: value}) == [expected(PROMPT, [5])]
+    assert score.OF_OUTPUT["top_logprobs_num"] == (None, 0)
+    assert score.OF_OUTPUT["logprob_start_len"] == (None, -1)
 
 
 def test_a_score_of_the_wrong_type_is_named(http: httpx.Client) -> None:
@@ -245,56 +254,60 @@ def test_a_prompt_of_another_process_has_the_fields_name(server: Harness, http: 
     assert refused(http, input_ids=PROMPT, score=[[5]])["param"] == "input_ids"
 
 
-def hang(g: Generate) -> list[Message]:
-    """A row that begins and goes no further, if it is not the first one."""
-    assert isinstance(g.prompt, IdsPrompt)
-    return judge(g) if g.params.logprob_start == len(PROMPT) else judge(g)[:2]
+@pytest.mark.parametrize(("prompt", "param"), [({"text": "ab"}, "text"), ({"input_ids": PROMPT}, "score")])
+def test_what_a_tokenizer_refuses_has_the_fields_name(
+    server: Harness, http: httpx.Client, prompt: dict[str, Any], param: str
+) -> None:
+    """A prompt is asked for as one, choices as parts of another; the body has neither."""
+    told = "prompt" if param == "text" else "input"
+    server.tokenizer.answers["tokenize"] = ErrorInfo(400, "invalid_request_error", "bad", "no", told)
+    error = refused(http, **prompt, score=["c", "d"])
+    assert (error["param"], error["code"], error["message"]) == (param, "bad", "no")
 
 
-def test_an_abort_ends_it(server: Harness, http: httpx.Client) -> None:
-    server.tokenizer.script = hang
-    aborts = answer_aborts(server.tokenizer)
-    answers: list[httpx.Response] = []
-    asking = threading.Thread(
-        target=lambda: answers.append(post(http, input_ids=PROMPT, score=[[5, 6], [7, 8]], rid="x"))
-    )
-    asking.start()
-    server.tokenizer.wait_for(Generate, 2)
-    with client(server) as other:
-        assert other.post("/abort_request", json={"rid": "x"}).status_code == 200
-    asking.join()
-    aborts.join()
-    assert answers[0].status_code == 503
-    assert answers[0].json()["error"]["code"] == "aborted"
-    server.until(lambda: server.client.live == 0)
-
-
-def test_a_timeout_is_for_all_rows_together(server: Harness, http: httpx.Client) -> None:
-    server.tokenizer.script = hang
-    began = time.monotonic()
-    response = post(http, input_ids=PROMPT, score=[[5, 6], [7, 8], [9, 8]], timeout=0.3)
-    assert response.status_code == 408
-    assert 0.3 <= time.monotonic() - began < 3
-    server.until(lambda: server.client.live == 0)
-    assert len(server.tokenizer.wait_for(Abort, 2)) == 2
-
-
-def test_a_timeout_while_it_is_tokenised(server: Harness, http: httpx.Client) -> None:
+def test_a_prompt_takes_as_long_as_it_takes(server: Harness, http: httpx.Client) -> None:
+    """The tokenizer drops questions that nobody waits for: to these somebody listens until they are
+    answered or cancelled."""
+    scores(http, text="ab", score=["c"])
+    asked = server.tokenizer.wait_for(Ask, 2)
+    assert [(ask.what, ask.patient) for ask in asked] == [("tokenize", True)] * 2
     server.tokenizer.answers["tokenize"] = None
     assert post(http, text="a", score=[[5]], timeout=0.2).status_code == 408
+    last, cancel = server.tokenizer.wait_for(Ask, 4)[2:]
+    assert (last.what, cancel.what) == ("tokenize", "cancel")
+    assert last.call == cancel.call
 
 
-def test_a_client_that_goes_away_ends_it(server: Harness) -> None:
-    server.tokenizer.script = hang
-    body = b'{"input_ids": [10, 11, 12], "score": [[5, 6], [7, 8]]}'
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(
-            b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-        )
-        server.tokenizer.wait_for(Generate, 2)
-    server.until(lambda: server.client.live == 0)
-    assert len(server.tokenizer.wait_for(Abort)) == 1
-    assert not server.call(lambda: server.client._unfinished)
+def test_all_tokenizers_take_their_share(new_server: Callable[..., Harness]) -> None:
+    server = new_server(make(tokenizer_workers=2))
+    for tokenizer in server.tokenizers:
+        tokenizer.script = judge
+        tokenizer.answers["tokenize"] = tokenize
+    with client(server) as http:
+        for _ in range(4):
+            scores(http, text="ab", score=[[5]])
+    for tokenizer in server.tokenizers:
+        assert len(tokenizer.wait_for(Ask, 2)) == 2
+
+
+def test_the_prompt_is_packed_once(
+    server: Harness, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows come after it: a long one would hold up all streams."""
+    packed = 0
+    pack = score.pack
+
+    def counted(ids: list[int]) -> bytes:
+        nonlocal packed
+        packed += len(ids)
+        return pack(ids)
+
+    monkeypatch.setattr(score, "pack", counted)
+    text, choices = "ab" * 500, [[5 + i, 6] for i in range(40)]
+    prompt = [1, *map(ord, text)]
+    assert scores(http, text=text, score=choices) == [expected(prompt, choice) for choice in choices]
+    assert len(sent(server)) == 40
+    assert packed <= len(prompt) + sum(map(len, choices))
 
 
 def test_no_more_rows_than_run_are_sent_at_once(new_server: Callable[..., Harness]) -> None:
@@ -312,24 +325,6 @@ def test_no_more_rows_than_run_are_sent_at_once(new_server: Callable[..., Harnes
     with client(server) as http:
         assert scores(http, input_ids=PROMPT, score=choices) == [expected(PROMPT, c) for c in choices]
     assert 1 < most <= 3
-
-
-def test_what_has_begun_ends_though_the_server_is_to_end(new_server: Callable[..., Harness]) -> None:
-    """Between two rows nothing is live: it is waited for all the same, and its rows still begin."""
-    server = new_server()
-    idle: list[bool] = []
-
-    def script(g: Generate) -> list[Message]:
-        server.service.state = "draining"
-        idle.append(server.client._idle.is_set())
-        return judge(g)
-
-    server.tokenizer.script = script
-    with client(server) as http:
-        assert len(scores(http, input_ids=PROMPT, score=[[5, 6], [7, 8], [9, 8]])) == 3
-        assert post(http, input_ids=PROMPT, score=[[5]]).status_code == 503
-    assert not any(idle)
-    server.until(lambda: server.client._idle.is_set())
 
 
 def test_many_wait_for_their_turn_at_the_tokenizer(server: Harness) -> None:

@@ -143,10 +143,11 @@ def begin(new_server: Callable[..., Harness], tmp_path: Path) -> Callable[..., H
 
     def make_one(*lines: Any, slots: int = 100, longest: int = 100, **options: Any) -> Harness:
         harness = new_server(make(shared_prefixes=str(written(tmp_path, *lines)), **options))
-        harness.tokenizer.answers = {
-            "state": {"slots_total": slots, "max_request_tokens": longest},
-            "tokenize": words_as_ids,
-        }
+        for tokenizer in harness.tokenizers:  # questions go round
+            tokenizer.answers = {
+                "state": {"slots_total": slots, "max_request_tokens": longest},
+                "tokenize": words_as_ids,
+            }
         return harness
 
     return make_one

@@ -43,7 +43,7 @@ def test_patterns_reach_the_tokenizer(
         ("(?=a)b", "stop_regex '(?=a)b': lookahead (?= at position 0 is not supported"),
         (r"(a)\1", r"a backreference \1 at position 3 is not supported"),
         ("(a{1,50}){1,50}", "stop_regex stands for 2500 characters and choices"),
-        ("[ab]?" * 50 + "c", "the limit of 1024"),
+        ("[ab]?" * 50 + "c", "up to 1375 steps for one character of the output, above the limit of 160"),
     ],
 )
 def test_what_cannot_be_looked_for_is_refused(
@@ -55,6 +55,18 @@ def test_what_cannot_be_looked_for_is_refused(
     assert error["param"] == "stop_regex"
     assert told in error["message"]
     assert server.tokenizer.received == []
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_many_choices_have_simple_ones(server: Harness, http: httpx.Client, route: str) -> None:
+    def answer(pattern: str) -> httpx.Response:
+        return http.post(route, json=ROUTES[route]({"stop_regex": pattern, "n": 128}))
+
+    refused = answer("[a-z]{20}")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stop_regex")
+    assert "40 steps for one character of the output, which makes 5120 for 128" in refused.text
+    assert server.tokenizer.received == []
+    assert answer(r"[.!?]\s").status_code == 200
 
 
 def test_prompts_of_one_request_have_few_different_ones(server: Harness, http: httpx.Client) -> None:

@@ -14,7 +14,18 @@ import pytest
 
 from bench import scheduler
 from sapwood.srt.cache import radix, slots
-from sapwood.srt.scheduler import ends, grammars, intake, kept_paths, lines, programs, results, rows
+from sapwood.srt.scheduler import (
+    admission,
+    ends,
+    grammars,
+    intake,
+    kept_paths,
+    lines,
+    results,
+    rows,
+    state,
+    step_counts,
+)
 from tests.simulation.runs import Run, SimulationFailed, shrink
 
 SECONDS = 60.0
@@ -183,12 +194,46 @@ def keep_for_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_a_position_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = programs.Programs.count
+    add = step_counts.StepCounts.add
 
     def broken(self: Any, part: Any, step_ends: Any, drafts: Any) -> None:
-        count(self, part._replace(starts=part.starts - (part.starts == 17)), step_ends, drafts)
+        add(self, part._replace(starts=part.starts - (part.starts == 17)), step_ends, drafts)
 
-    monkeypatch.setattr(programs.Programs, "count", broken)
+    monkeypatch.setattr(step_counts.StepCounts, "add", broken)
+
+
+def take_prompts_for_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = step_counts.StepCounts.add
+
+    def broken(self: Any, part: Any, *more: Any) -> None:
+        add(self, part._replace(prompts=np.zeros_like(part.prompts)), *more)
+
+    monkeypatch.setattr(step_counts.StepCounts, "add", broken)
+
+
+def forget_what_was_computed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = step_counts.StepCounts.add
+
+    def broken(self: Any, part: Any, *more: Any) -> None:
+        add(self, part._replace(known=np.zeros_like(part.known)), *more)
+
+    monkeypatch.setattr(step_counts.StepCounts, "add", broken)
+
+
+def blame_no_program_for_a_surplus(monkeypatch: pytest.MonkeyPatch) -> None:
+    surplus = state.State.surplus
+    monkeypatch.setattr(state.State, "surplus", lambda self, program, tokens: surplus(self, None, tokens))
+
+
+def begin_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = admission._first_admission
+
+    def broken(state: Any, request: Any, *more: Any) -> None:
+        program, request.program = request.program, None
+        begin(state, request, *more)
+        request.program = program
+
+    monkeypatch.setattr(admission, "_first_admission", broken)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +252,10 @@ def count_a_position_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         keep_a_rejected_slot,
         keep_for_the_dead,
         count_a_position_twice,
+        take_prompts_for_outputs,
+        forget_what_was_computed_before,
+        blame_no_program_for_a_surplus,
+        begin_uncounted,
     ],
 )
 def test_a_fault_is_found(sabotage: Callable[[pytest.MonkeyPatch], None]) -> None:

@@ -222,16 +222,17 @@ class Simulation:
     def _collect(self) -> None:
         """Check what the scheduler tells, and its state."""
         outgoing, self.state.outgoing = self.state.outgoing, {}
+        for message in (message for told in outgoing.values() for message in told):
+            if isinstance(message, Answer):  # given before anything else that one turn has counted
+                self._answered(message)
         for tokenizer, told in outgoing.items():
             self._outputs.setdefault(tokenizer, []).extend(told)
             for message in told:
                 self._say(f"scheduler -> tokenizer {tokenizer}", message)
                 if isinstance(message, Answer):
-                    self._answered(message)
                     continue
                 self.clients.tell(message)
-                if isinstance(message, Done):
-                    self._programs.done(message.key, message)
+                self._programs.heard(message)
                 if isinstance(message, Done) and message.error is not None:
                     self.senders.failed(message)
         if self._thorough:

@@ -17,7 +17,7 @@ ROOT = Path(sapwood.__file__).resolve().parent.parent
 FOLDERS = ("srt", "lang", "kernels", "sapwood")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
-LEAVES = {"errors", "params", "config", "messages", "steps", "orders", "log", "namespaces"}
+LEAVES = {"errors", "params", "config", "messages", "names", "steps", "orders", "log", "namespaces"}
 WIRED = LEAVES | {"channel", "lifeline"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "log": set(),
     "namespaces": set(),
+    "names": {"errors"},
     "params": {"errors"},
     "config": {"errors"},
     "steps": {"errors", "params"},

@@ -221,3 +221,98 @@ def test_prolonging_for_ever_piles_nothing_up() -> None:
     assert len(pins) == 4
     assert sorted(map(id, pins.expire(1e9))) == sorted(map(id, nodes))
     assert pins.tokens == 0
+
+
+class Time(float):
+    """Counts how often one is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Time.compared += 1
+        return float(self) == other
+
+    def __gt__(self, other: float) -> bool:
+        Time.compared += 1
+        return float(self) > other
+
+    def __lt__(self, other: float) -> bool:
+        Time.compared += 1
+        return float(self) < other
+
+    __hash__ = float.__hash__
+
+
+@pytest.mark.parametrize("later", [0.0, 1.0])
+def test_many_who_hold_a_pin_do_not_make_it_dear(later: float) -> None:
+    """All for the same time, or each for longer than the one before, who lets go first."""
+    cache = Cache()
+    node = cache.add(1, 1)
+    for holder in range(1, 1001):
+        assert cache.tree.pin(node, Time(10.0 + later * holder), holder)
+    assert Time.compared < 10 * 1000
+    Time.compared = 0
+    for holder in range(1, 1001):
+        cache.tree.unpin(node, holder)
+    assert Time.compared < 10 * 1000
+    assert cache.tree.pinned_tokens == 0
+
+
+def test_a_pin_lasts_as_long_as_the_longest_of_those_who_hold_it_wants() -> None:
+    cache = Cache()
+    node = cache.add(1, 1)
+    for holder, until in ((1, 10.0), (2, 30.0), (3, 30.0), (4, 20.0)):
+        assert cache.tree.pin(node, until, holder)
+    cache.tree.unpin(node, 2)
+    cache.tree.expire(29.0)
+    assert cache.tree.pinned_tokens == 2
+    assert cache.tree.pin(node, 40.0, 4)
+    cache.tree.unpin(node, 3)
+    cache.tree.expire(39.0)
+    assert cache.tree.pinned_tokens == 2
+    cache.tree.pin(node, 25.0, 4)
+    cache.tree.expire(39.0)
+    assert cache.tree.pinned_tokens == 0
+    cache.tree.check()
+
+
+def test_what_would_fit_without_others_is_found_without_a_change() -> None:
+    """Tokens that others share, or that the path itself has, give no room."""
+    cache = Cache()
+    shared = [1] * 6
+    first, second, third = (cache.add(*shared, i, i) for i in (5, 6, 7))
+    own = cache.add(*shared, 5, 5, *[9] * 7)
+    other = cache.add(*[2] * 12)
+    for holder, node in enumerate((first, second, third), 1):
+        assert cache.tree.pin(node, 10.0, holder)
+    assert cache.tree.pin(first, 10.0, 9)
+    pins = cache.tree.pins
+    assert pins.tokens == 12
+    everyone = [(first, 1), (second, 2), (third, 3), (first, 9)]
+    assert not pins.fits_without(other, everyone[:3]), "the first is held by two"
+    assert pins.fits_without(other, everyone)
+    assert not pins.fits_without(own, everyone[:1])
+    asked = iter(everyone)
+    assert pins.fits_without(own, asked)
+    assert list(asked) == [(first, 9)], "no more than needed is asked for"
+    assert pins.tokens == 12
+    cache.tree.check()
+
+
+def test_who_has_not_let_go_is_told_when_a_pin_ends(cache: Cache) -> None:
+    told: list[tuple[Node, set[int]]] = []
+    cache.tree.pins.on_break = lambda node, holders: told.append((node, set(holders)))
+    nodes = [cache.add(i, i) for i in (1, 2, 3, 4)]
+    for node in nodes[:3]:
+        cache.tree.pin(node, 10.0 + node.key[0], 1)
+        cache.tree.pin(node, 10.0, 2)
+    cache.tree.unpin(nodes[0], 1)
+    cache.tree.unpin(nodes[0], 2)
+    assert told == []
+    cache.evict(5)
+    assert told == [(nodes[1], {1, 2})]
+    cache.tree.expire(100.0)
+    assert told[1:] == [(nodes[2], {1, 2})]
+    cache.tree.pin(nodes[2], 200.0, 3)
+    cache.tree.flush()
+    assert told[2:] == [(nodes[2], {3})]

@@ -12,8 +12,15 @@ from sapwood.srt.errors import BadRequest
 from sapwood.srt.grammar import automaton as partial, positions
 from sapwood.srt.grammar.charset import representatives
 from sapwood.srt.grammar.limits import Budget
-from sapwood.srt.grammar.regex import parse, sets_of
-from sapwood.srt.grammar.stop_regex import MAX_MATCH, MAX_SIZE, MAX_STEPS, automaton
+from sapwood.srt.grammar.regex import Chars, Repeat, parse, sets_of
+from sapwood.srt.grammar.stop_regex import (
+    MAX_MATCH,
+    MAX_SIZE,
+    MAX_STEPS,
+    MAX_STEPS_TOGETHER,
+    automaton,
+    check,
+)
 from sapwood.srt.tokenizer.stop_patterns import PatternScanner
 from sapwood.srt.tokenizer.stops import StopScanner, StopStrings
 
@@ -96,6 +103,14 @@ def test_a_match_has_at_most_so_many_characters() -> None:
     assert scan(["<" + "a" * 1000 + "<", "b" * 500, ">"], [pattern])[0] == ["", "<" + "a" * 1000, ""]
 
 
+@pytest.mark.parametrize("first", [0, 1, 3, 500, 1026, 1030])
+def test_how_long_a_match_may_be_is_the_same_in_any_tokens(first: int) -> None:
+    for inside, found in ((MAX_MATCH - 2, True), (MAX_MATCH - 1, False)):
+        text = "xx<" + "a" * inside + ">yy"
+        deltas, matched, _ = scan([text[:first], text[first:]], [r"<[^>]*>"])
+        assert (matched is not None, "".join(deltas)) == (found, "xx" if found else text)
+
+
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
@@ -117,7 +132,8 @@ def test_a_match_has_at_most_so_many_characters() -> None:
         ("a{1025}", f"stands for 1025 characters.*{MAX_SIZE}"),
         ("(a{1,50}){1,50}", f"stands for 2500 characters.*{MAX_SIZE}"),
         ("((){1000}){1000}", "stands for 1000000 characters|more than 1000000"),
-        ("[ab]?" * 48 + "c", f"ways.*{MAX_STEPS}"),
+        ("[ab]?" * 48 + "c", f"up to 1272 steps for one character.*{MAX_STEPS}"),
+        ("[^Q]{0,500}Q", f"up to 1500 steps for one character.*{MAX_STEPS}"),
         ("\ud800", "lone surrogate"),
     ],
 )
@@ -128,46 +144,85 @@ def test_what_cannot_be_looked_for_is_refused_by_name(pattern: str, why: str) ->
 
 
 def test_the_limits_are_for_all_patterns_together() -> None:
-    assert automaton(("a{600}",)).steps == 600
     with pytest.raises(BadRequest, match="stands for 1200"):
         automaton(("a{600}", "b{600}"))
+    assert automaton(("a{60}",)).steps == automaton(("a{60}", "b{60}")).steps == 120
+    with pytest.raises(BadRequest, match="up to 240 steps"):
+        automaton(("a{60}", "[ab]{60}"))
 
 
+def test_the_choices_of_a_prompt_share_a_limit() -> None:
+    """Each has a token in every step of the model, and a token may have many characters."""
+    assert automaton(("a{60}",)).steps * 17 <= MAX_STEPS_TOGETHER < automaton(("a{60}",)).steps * 18
+    check(["a{60}"], 17)
+    with pytest.raises(BadRequest, match=f"2160 for 18 choices, above the limit of {MAX_STEPS_TOGETHER}"):
+        check(["a{60}"], 18)
+
+
+@pytest.mark.parametrize("token", [1, 128])
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [
         ("(a|a)*b", "a"),
-        ("(a{1,15}){1,15}b", "a"),
+        ("(a{1,6}){1,6}b", "a"),
         ("(a+)+b", "a"),
         (".*.*.*x", "a"),
-        ("(a?){100}b", "a"),
+        ("(a?){50}b", "a"),
         ("(((a*)*)*)*b", "a"),
         ("([ab]|[bc]|[ac]|b|a)*d", "abc"),
         (r"(\w+\s?)+:", "ab "),
-        ("[^x]{1,500}x", "🌳"),
+        (r"\w{79}\.", "ab"),
+        ("[^x]{1,50}x", "🌳"),
+        ("[^x]{0,22}[^y]{0,22}z", "a"),
     ],
 )
-def test_a_character_costs_no_more_than_the_size_of_the_pattern(
-    pattern: str, text: str, monkeypatch: pytest.MonkeyPatch
+def test_a_character_costs_no_more_than_the_limit(
+    pattern: str, text: str, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """However many characters a token has: those of all positions that are looked at, and of all ways."""
     spent = 0
-    ways = positions.Column.ways
 
-    def counted(column: positions.Column, position: int) -> tuple[int, ...]:
-        nonlocal spent
-        found = ways(column, position)
-        spent += len(found)
-        return found
+    class Counted(positions.Ways):
+        def __getitem__(self, position: int) -> tuple[int, ...]:
+            nonlocal spent
+            found = super().__getitem__(position)
+            spent += 1 + len(found)
+            return found
 
-    monkeypatch.setattr(positions.Column, "ways", counted)
+    monkeypatch.setattr(positions, "Ways", Counted)
+    automaton.cache_clear()
     patterns = automaton((pattern,))
-    scanner = PatternScanner(patterns)
+    automaton.cache_clear()
     assert patterns.steps <= MAX_STEPS
-    for char in (text * 10_000)[:10_000]:
+    scanner = PatternScanner(patterns)
+    text = (text * 10_240)[:10_240]
+    for at in range(0, len(text), token):
         before = spent
-        assert scanner.feed(char) is None
-        assert spent - before <= patterns.steps
+        assert scanner.feed(text[at : at + token]) is None
+        assert spent - before <= patterns.steps * token
+    assert spent > len(text) // 2
     assert scanner.held <= MAX_MATCH
+
+
+class Read(tuple[tuple[int, int], ...]):
+    """A set that counts how often it is looked through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        Read.times += 1
+        return super().__iter__()
+
+
+def test_the_copies_of_a_repeat_are_read_once() -> None:
+    """A set of hundreds of characters, a thousand times over, would hold up all streams."""
+    odd = Read((char, char) for char in range(0x4E00, 0x5000, 2))
+    counts = []
+    for copies in (2, 1000):
+        Read.times = 0
+        positions.Positions([Repeat(Chars(odd), copies, copies)])
+        counts.append(Read.times)
+    assert counts[0] == counts[1]
 
 
 def test_a_text_of_many_kinds_of_characters_is_not_remembered_for_ever() -> None:

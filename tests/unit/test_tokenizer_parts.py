@@ -25,11 +25,10 @@ from sapwood.srt.messages import (
     pack,
     unpack,
 )
-from sapwood.srt.tokenizer.background import is_chat
+from sapwood.srt.tokenizer.background import is_chat, is_long
 from sapwood.srt.tokenizer.continuation import Continuation
 from sapwood.srt.tokenizer.parts import Encoded
 from sapwood.srt.tokenizer.prompts import PromptEncoder
-from sapwood.srt.tokenizer.turn_cache import Shown, Turn, TurnCache
 from tests.tokenizer_kinds import SPECIAL, TEXTS, byte_level, metaspace
 from tests.unit.test_tokenizer_prompts import CHATML, source
 
@@ -298,6 +297,23 @@ def test_a_content_that_is_not_shown_as_it_is_is_told() -> None:
     assert "cannot be gone on with" in error.message
 
 
+def test_an_end_that_was_drawn_is_no_text_of_a_turn_that_is_written_anew() -> None:
+    qwen = model_template("Qwen-Qwen3-0.6B")
+    tokenizer = tokenizer_for("byte_level", qwen)
+    end = tokenizer.token_to_id("<|im_end|>")
+    model = structs.replace(source(tokenizer.get_vocab_size(), qwen), eos_ids=[end])
+    prompts = PromptEncoder(model, tokenizer, True)
+    drawn = tokenizer.encode("<think>\nWhy?\n</think>\n\nYes.").ids
+    talk = [said("user", "Hi"), said("assistant", [*drawn, end]), said("user", "So?")]
+    got = encoded(prompts, *talk)
+    assert [*got.rewritten] == [2]
+    text = tokenizer.decode(unpack(got.ids).tolist(), skip_special_tokens=False)
+    assert text.count("<|im_end|>") == unpack(got.ids).tolist().count(end) == 3
+    assert "Yes.<|im_end|>\n<|im_start|>user" in text
+    assert ids_of(prompts, *talk[:2]) == ids_of(prompts, talk[0], said("assistant", drawn))
+    prompts.close()
+
+
 def test_an_eos_that_stands_only_at_a_chats_very_end_is_none_of_a_turns() -> None:
     ends = encoder(CHATML.replace("{% endif %}", "{% else %}<EOS>{% endif %}"))
     talk = [said("user", "Hi"), said("assistant", [5, 6]), said("user", "So?")]
@@ -317,6 +333,18 @@ def test_raw_parts_before_messages_and_bos_once() -> None:
         *ids_of(plain, "a"), *ids_of(plain, said("user", "Hi")), *ids_of(plain, "b"),
         *ids_of(plain, said("user", "So?")),
     ]  # fmt: skip
+
+
+def test_what_is_no_message_stays_where_it_is() -> None:
+    """A message that has no tokens before the next one has some may not come to stand behind it."""
+    refuses = "{% if messages | length == 1 %}{{ raise_exception('no') }}{% endif %}"
+    prompts = encoder(refuses + CHATML)
+    talk = [said("system", "Be brief."), "RAW", said("user", "Hi")]
+    error = refusal(prompts, *talk)
+    assert error.param == "input[2]"
+    assert "input[1], which is no message" in error.message
+    assert ids_of(prompts, talk[0], "", talk[2], "RAW", said("user", "So?"))
+    assert ids_of(prompts, "RAW", talk[0], talk[2]) == ids_of(encoder(CHATML), "RAW", talk[0], talk[2])
 
 
 def test_what_is_no_message_cannot_be_written_anew() -> None:
@@ -415,54 +443,24 @@ def test_messages_wait_for_the_template_and_raw_parts_do_not() -> None:
     assert not is_chat(PartsPrompt([TextPart("a"), IdsPart(pack([5]))]))
 
 
-# ---- what is known
+def test_many_parts_are_long_though_they_have_no_text() -> None:
+    """Each is an encoding: thousands of them would hold up every stream."""
+    for empty in (TextPart(""), IdsPart(b"")):
+        assert is_long(PartsPrompt([empty] * 200))
+        assert not is_long(PartsPrompt([empty] * 20))
+    assert is_long(PartsPrompt([said("user", *[""] * 200)]))
 
 
-def test_only_what_is_new_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = PromptEncoder(source(template=CHATML), byte_level(), True)
-    asked: list[int] = []
-    template = prompts._template
-    assert template is not None
-    plain = template.views
-
-    def counted(messages: Any, kwargs: Any, views: Any, owner: Any = None) -> Any:
-        asked.append(len(views))
-        return plain(messages, kwargs, views, owner)
-
-    monkeypatch.setattr(template, "views", counted)
-    talk = [said("user" if i % 2 == 0 else "assistant", f"word {i}") for i in range(100)]
-    first = ids_of(prompts, *talk)
-    assert sum(asked) == 102, "each message, and twice a short chat to know the template"
-    asked.clear()
-    assert ids_of(prompts, *talk, said("user", "more"))[: len(first)] == first
-    assert asked == [1]
-    asked.clear()
-    assert ids_of(prompts, *talk) == first
-    assert asked == []
-    assert ids_of(prompts, *talk, kind="other") == first
-    assert sum(asked) == 100, "other arguments may make another text"
-    asked.clear()
-    assert unpack(prompts.encode_parts(PartsPrompt([*talk]), "salt:x").ids).tolist() == first
-    assert sum(asked) == 100, "nobody can tell by the time what others have said"
+def test_text_of_which_a_control_token_would_be_made_is_refused_by_the_field_that_has_it() -> None:
+    tokenizer = Tokenizer.from_str(metaspace().to_str())
+    tokenizer.add_special_tokens([AddedToken("é", special=True, normalized=False)])
+    prompts = PromptEncoder(source(template=CHATML), tokenizer, True)
+    error = refusal(prompts, "é")
+    assert (error.message, error.param) == ("the prompt holds 'é', which cannot be kept plain text", "input")
+    with pytest.raises(BadRequest, match="the prompt holds 'é'") as caught:
+        prompts.encode(ChatPrompt([{"role": "user", "content": "é"}]))
+    assert caught.value.param == "messages"
     prompts.close()
-
-
-def test_what_is_known_is_bounded_and_forgotten_from_the_end() -> None:
-    known = TurnCache(4 * 1024)
-    names = [bytes([i]) for i in range(10)]
-    turns = [Turn(pack([i] * 100), False, Shown.of("x" * i)) for i in range(10)]
-    known.put(names, turns)
-    assert known.known(names) == turns[: len(known.known(names))]
-    assert 0 < len(known.known(names)) < 10
-    known.put([b"a"], turns[:1])
-    assert known.known(names[:1]) == turns[:1], "a chat's beginning goes last"
-
-
-def test_a_rendering_begins_another() -> None:
-    assert Shown.of("abc").begins("abcd")
-    assert not Shown.of("abc").begins("ab")
-    assert not Shown.of("abc").begins("abdd")
-    assert Shown.of("").begins("")
 
 
 def test_text_that_clings_to_one_anchor_gets_another() -> None:

@@ -382,6 +382,14 @@ def test_an_answer_that_comes_too_late_gets_no_texts(monkeypatch: pytest.MonkeyP
     assert (error.status, "nobody waits" in error.message) == (503, True)
 
 
+def test_who_is_patient_is_answered_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(byte_level())
+    monkeypatch.setattr(questions, "ASK_SECONDS", -1.0)
+    asked = Ask(7, "tokenize", 0, TextPrompt("the dog"), patient=True)
+    assert bench.until(bench.server, Answer, asked).error is None
+    assert bench.ask("tokenize", TextPrompt("the dog")).error.status == 503
+
+
 def test_a_failure_nobody_foresaw_is_called_a_question(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
