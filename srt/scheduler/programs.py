@@ -30,10 +30,11 @@ class Counts:
 
     Of the `prompt_tokens` of the `requests` that have begun, `cached_tokens` were found in the cache. Steps
     have computed `computed_tokens` of prompts, `decoded_tokens` of outputs, and `drafted_tokens` that were
-    only proposed: together all positions that a forward pass computed for the program's rows. After so many
-    of the proposed ones as `accepted_tokens` says another token was drawn. Of those of prompts and outputs, `recomputed_tokens` had been computed before for
-    the same request, and were no longer cached: it was `retracted`, or another choice had computed them. The
-    choices that have ended have `output_tokens`; `surplus_tokens` were drawn too, and are in no answer.
+    only proposed: together all positions that a forward pass computed for the program's rows. After
+    `accepted_tokens` of the proposed ones another token was drawn. Of those of prompts and outputs,
+    `recomputed_tokens` had been computed before for the same request, and were no longer cached: it was
+    `retracted`, or another choice had computed them. The choices that have ended have `output_tokens`;
+    `surplus_tokens` were drawn too, and are in no answer.
     """
 
     requests: int = 0

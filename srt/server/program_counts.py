@@ -19,12 +19,12 @@ class ProgramCounts(msgspec.Struct, omit_defaults=True):
     """What the requests of a program have used, in tokens.
 
     `requests` have begun, with `prompt_tokens`, of which `cached_tokens` were in the cache. Computed were
-    `computed_tokens` of prompts, `decoded_tokens` of outputs and `drafted_tokens` that were only proposed
-    (after `accepted_tokens` of which another token was drawn): together all positions of all forward passes. Of the first two,
-    `recomputed_tokens` had been computed before for the same request, and were no longer cached: it was
-    `retracted`, or another choice had computed them. The choices that have ended have `output_tokens`;
-    `surplus_tokens` were drawn after an end, and dropped. An end has let go of `released_tokens` that were
-    kept for the program alone.
+    `computed_tokens` of prompts, `decoded_tokens` of outputs and `drafted_tokens` that were only proposed:
+    together all positions of all forward passes. After `accepted_tokens` of the proposed ones another token
+    was drawn. Of the first two, `recomputed_tokens` had been computed before for the same request, and were
+    no longer cached: it was `retracted`, or another choice had computed them. The choices that have ended
+    have `output_tokens`; `surplus_tokens` were drawn after an end, and dropped. An end has let go of
+    `released_tokens` that were kept for the program alone.
     """
 
     program: str

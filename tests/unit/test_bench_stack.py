@@ -21,11 +21,13 @@ def test_a_word_tells_when_its_last_step_was_sent(tmp_path: Path) -> None:
     stamps = Stamps.make(tmp_path / "stamps")
     stamps.pace = 0.25
     assert Stamps(tmp_path / "stamps").pace == 0.25
+    after = []
     for step in (5, 5 + WORDS, 6, STEPS + 7):
         stamps.note(step)
         time.sleep(0.001)
-    now = time.monotonic()
-    first, second = stamps.sent(5, now - 0.0035), stamps.sent(5, now)
+        after.append(time.monotonic())
+    now = after[-1]
+    first, second = stamps.sent(5, after[0]), stamps.sent(5, now)
     assert 0 < first < second < stamps.sent(6, now) < stamps.sent(7, now) <= now
     assert stamps.sent(8, now) == 0
 

@@ -112,7 +112,7 @@ def test_positions_add_up_with_choices_grammars_retraction_and_drafts(overlap: b
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_decoded_positions_are_those_of_the_output_but_for_drafts_and_surplus(overlap: bool) -> None:
-    """Whatever drafts were kept, and whichever ends came: EOS in a draft, a limit, a stop string, a hang-up."""
+    """Whatever drafts were kept, whichever ends came: a drafted EOS, a limit, a stop string, a hang-up."""
     world = ProgramWorld(4096, speculative_algorithm="auto", disable_overlap_schedule=overlap)
     world.state.drafts.gain_alone = world.state.drafts.gain_among_others = 0.0
     grammar = Rules({1: 5, 2: 6, 3: 7}, 8, 20, False).grammar()
