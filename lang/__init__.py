@@ -2,7 +2,7 @@
 
 | file | what |
 |---|---|
-| `api`, `ir` | what a program is written with, and the values that this makes |
+| `api`, `outputs`, `ir` | what a program is written with, and the values that this makes |
 | `program`, `batch`, `run` | functions that are programs; many runs of one; one run, its errors and its end |
 | `writer`, `state`, `fork` | what a program writes to and reads from, and its branches |
 | `line`, `ops`, `context` | a state's operations in order; what each does; what a state is made of |

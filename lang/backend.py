@@ -59,9 +59,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    stop_regex: tuple[str, ...] = ()
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    stop_regex: tuple[str, ...] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     regex: str | None = None
@@ -152,7 +152,8 @@ class Backend(Protocol):
     request. A backend may be used from several loops."""
 
     def check(self, call: Call) -> None:
-        """Raise Unsupported, naming the field, if it cannot do what is asked; nothing is sent before."""
+        """Raise Unsupported, naming the field, if it cannot do what is asked; nothing is sent before. For a
+        Fill: if its `fill` does nothing."""
 
     async def generate(self, call: Generate) -> Answer:
         """All outputs."""
@@ -185,7 +186,8 @@ class Door(Protocol):
     makes a Backend of it."""
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer of a route as plain values; raises the error that it answers with."""
+        """The answer of a route as plain values. Raises the error that it answers with, which has `status`,
+        `code` and `param`: a program sees it as a RequestFailed."""
 
     def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The events of a streamed answer; closed early, it cancels the request."""

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sapwood.lang.backend import Fill, Segments
+from sapwood.lang.backend import Backend, Fill, Segments
 from sapwood.lang.defaults import backend_of
 from sapwood.lang.errors import Unsupported
 from sapwood.lang.feed import Cell, blocking
@@ -19,6 +19,7 @@ from sapwood.lang.loop import background
 from sapwood.lang.ops import generate, score
 from sapwood.lang.options import defaults_of
 from sapwood.lang.progress import Bar
+from sapwood.lang.run import end
 from sapwood.lang.state import State
 from sapwood.lang.trace import prefix_of, refuse
 
@@ -50,22 +51,31 @@ class Batch:
         self._arguments = [program.arguments((), self._named(i, item)) for i, item in enumerate(items)]
         self._host = background()
         self._host.may_wait()
-        self._prefix = self._traced() if len(items) > 1 else ()
+        self._prefix: Segments = ()
+        if self._backend is not None and len(items) > 1:
+            self._prefix = self._traced(self._backend)
         self._cells = [Cell() for _ in items]
 
-    def _traced(self) -> Segments:
-        """The common prefix. Raises Unsupported for a request that the backend cannot do, where a trace comes
-        to it."""
-        defaults, backend = defaults_of(self._options), self._backend
+    def _traced(self, backend: Backend) -> Segments:
+        """What the first and the last item begin with, and the others most likely too: the program's own code
+        is run for a trace, so it is not for each. Raises Unsupported if the backend cannot do what is asked
+        of it first; where nothing can be filled, a trace is for that alone.
+        """
+        defaults = defaults_of(self._options)
 
         def check(part: Generation | Selection, segments: Segments) -> None:
-            assert backend is not None
             if isinstance(part, Generation):
                 backend.check(generate(part, segments, defaults))
             else:
                 backend.check(score(part, segments))
 
-        return prefix_of(self._program.func, [own for _, own in self._arguments], check)
+        (_, first), *_others, (_, last) = self._arguments
+        try:
+            backend.check(Fill(segments=()))
+        except Unsupported:
+            prefix_of(self._program.func, [first], check)
+            return ()
+        return prefix_of(self._program.func, [first, last], check)
 
     def _named(self, number: int, item: Item) -> dict[str, Any]:
         if isinstance(item, Mapping):
@@ -122,16 +132,18 @@ class Batch:
     async def _work(self) -> None:
         bar = Bar(len(self._cells), self._progress_bar)
         number = uuid.uuid4().hex
+        backend = self._backend if self._prefix else None
         try:
-            if self._prefix and self._backend is not None:
-                with contextlib.suppress(Unsupported):
-                    await self._backend.fill(Fill(segments=self._prefix, program=number))
+            if backend is not None:
+                # It only saves time: where it fails, those items fail that ask for more of it.
+                fill = backend.fill(Fill(segments=self._prefix, program=number))
+                await asyncio.gather(fill, return_exceptions=True)
             left = iter(zip(self._cells, self._arguments, strict=True))
             await asyncio.gather(*(self._some(left, bar) for _ in range(min(self._limit, len(self._cells)))))
         finally:
             bar.close()
-            if self._prefix and self._backend is not None:
-                await asyncio.gather(self._backend.end(number), return_exceptions=True)
+            if backend is not None:
+                await end(backend, number)
 
     async def _some(self, left: Iterator[tuple[Cell, Any]], bar: Bar) -> None:
         """One item after the other, while there are any."""

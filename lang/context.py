@@ -18,7 +18,8 @@ class Context:
     """`segments` are complete; `content` is that of the message of `role` that is open, if one is.
 
     `new`: something came after what a request has had computed last. The first `base` segments, and `inner`
-    parts of the open message, are what a branch has from before its fork.
+    parts of the open message, are what a branch has from before its fork, where a message was open if it was
+    forked `within` one.
     """
 
     segments: Segments = ()
@@ -28,6 +29,7 @@ class Context:
     new: bool = False
     base: int = 0
     inner: int = 0
+    within: bool = False
 
     def add(self, text: str) -> Context:
         """With text, which may join with what stands before and after it."""
@@ -67,7 +69,8 @@ class Context:
     def forked(self) -> Context:
         """What a branch begins with."""
         sealed = self.sealed()
-        return replace(sealed, base=len(sealed.segments), inner=len(sealed.content))
+        within = sealed.role is not None
+        return replace(sealed, base=len(sealed.segments), inner=len(sealed.content), within=within)
 
     def sent(self) -> Segments:
         """What goes to a backend, which goes on with the message that is open."""
@@ -103,6 +106,10 @@ class Context:
         result = self.sealed()
         for number, branch in enumerate(branches):
             segments, content = branch.since_fork()
+            if branch.within and segments:
+                raise LangError(
+                    f"branch {number} cannot be appended: it has ended the message that it was forked in"
+                )
             if branch.role != self.role or (self.role is not None and segments):
                 raise LangError(
                     f"branch {number} cannot be appended: it is in {branch.role or 'no'} message with "

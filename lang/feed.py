@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from sapwood.lang.where import as_one
+
 T = TypeVar("T")
 
 Changed = Future[None]
@@ -104,9 +106,14 @@ class Cell(Feed):
         self.value, self.meta = value, meta
         self.end()
 
+    def errors(self) -> list[BaseException]:
+        """All that its end tells of."""
+        return [] if self.error is None else [self.error]
+
 
 class Gathered(Cell):
-    """A list of the values of others, in order. The first error among them is its own."""
+    """A list of the values of others, in order. The first error among them is its own, with notes of the
+    others."""
 
     __slots__ = ("parts",)
 
@@ -117,10 +124,15 @@ class Gathered(Cell):
     def over(self) -> Waiting[None]:
         for part in self.parts:
             yield from part.over()
-        error = next((part.error for part in self.parts if part.error is not None), None)
+        if self.ended:
+            return
+        error = as_one(self.errors())
         if error is None:
             self.value, self.meta = [part.value for part in self.parts], [part.meta for part in self.parts]
         self.end(error)
+
+    def errors(self) -> list[BaseException]:
+        return [error for part in self.parts for error in part.errors()]
 
     def read(self) -> Reading:
         yield from self.over()

@@ -21,6 +21,7 @@ class Branches(Generic[W]):
     def __init__(self, states: list[W], source: W) -> None:
         self.states = states
         self._source = source
+        self._before = dict(source._line.names.cells)
         self._joined = False
 
     def __len__(self) -> int:
@@ -64,8 +65,8 @@ class Branches(Generic[W]):
     def join(self, mode: str = "gather_variable") -> None:
         """The end of the branches; nothing can be added to them any more. Waits for nothing.
 
-        `"gather_variable"`: each variable that is new in branches becomes a list of their values in the
-        source state, in the order of the branches (without those that do not have it).
+        `"gather_variable"`: each variable that branches have set becomes a list of their values in the source
+        state, in the order of the branches (without those that have not set it).
         `"concate_and_append"`: what the branches have added is added to the source state, one after the
         other, with the tokens it has.
         """
@@ -79,7 +80,7 @@ class Branches(Generic[W]):
         if mode == "concate_and_append":
             ops.append(source, lines)
         else:
-            for name, cells in _new([line.names for line in lines], source.names).items():
+            for name, cells in _set([line.names for line in lines], self._before).items():
                 source.names[name] = Gathered(cells)
         for line in lines:
             line.closed = True
@@ -101,12 +102,12 @@ class Branches(Generic[W]):
         self.join()
 
 
-def _new(branches: list[Names], source: Names) -> dict[str, list[Cell]]:
-    """The variables that are new in branches."""
+def _set(branches: list[Names], before: dict[str, Cell]) -> dict[str, list[Cell]]:
+    """The variables that branches have set, anew or not."""
     found: dict[str, list[Cell]] = {}
     for names in branches:
         for name, cell in names.cells.items():
-            if name not in source.cells:
+            if cell is not before.get(name):
                 found.setdefault(name, []).append(cell)
     return found
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sapwood.lang.backend import Fill
 from sapwood.lang.context import Context
-from sapwood.lang.errors import LangError, Unsupported
+from sapwood.lang.errors import LangError
 from sapwood.lang.feed import Cell, Feed, Names, known
 from sapwood.lang.where import Where, here, note
 
@@ -63,7 +63,7 @@ class Line:
         self.context = Context()
         self.shown = Feed()
         self.ids: tuple[int, ...] | None = ()
-        self.scopes: dict[str, int] = {}
+        self.scopes: dict[str, list[int]] = {}  # where those that are open begin, the innermost last
         self.error: BaseException | None = None
         self.forked_at = 0
         self.prefix: Prefix | None = None
@@ -71,7 +71,8 @@ class Line:
         self._lock = threading.Lock()
         self._awake = parent is not None  # a branch is woken when its parent has come to the fork
         self._doing: Op | None = None
-        run.lines.append(self)
+        self._worker: asyncio.Task[BaseException | None] | None = None
+        run.add(self)
 
     # The program's side.
 
@@ -112,47 +113,40 @@ class Line:
             if size > 1 and line.context.new:
                 await line.resolve()
                 line.context = line.context.seen(None)
-                line.prefix = line.fill(where)
+                line.prefix = line.fill()
+            text = line.shown.text()  # one for all of them
             for branch in branches:
-                branch.begin(line)
+                branch.begin(line, text)
 
         self.put(Op(do, where, branches=branches))
         return branches
 
     # The loop's side.
 
-    def begin(self, parent: Line) -> None:
-        """Go on from where `parent` is."""
+    def begin(self, parent: Line, text: str) -> None:
+        """Go on from where `parent` is, with the text that it has."""
         self.context, self.prefix, self.ids = parent.context.forked(), parent.prefix, parent.ids
-        text = parent.shown.text()
         self.forked_at = len(text)
         self.shown.add(text)
         with self._lock:
-            self._awake = bool(self._ops)
-        if self._awake:
+            # Not read again: from here on `put` starts the line, if this does not.
+            awake = self._awake = bool(self._ops)
+        if awake:
             self._start()
 
-    def fill(self, where: Where) -> Prefix:
-        """Have all segments computed, in a task of its own."""
+    def fill(self) -> Prefix:
+        """Have all segments computed, in a task of its own. It only saves time: where it fails, those fail
+        who ask for more of it."""
         call = Fill(segments=self.context.sent(), program=self.run.program)
         answer: list[tuple[int, ...]] = []
 
         async def do() -> None:
             self.run.asked = True
-            try:
-                filled = await self.run.backend.fill(call)
-            except Unsupported:
-                return  # it would only have saved time
-            if filled.input_ids is not None:
+            (filled,) = await asyncio.gather(self.run.backend.fill(call), return_exceptions=True)
+            if not isinstance(filled, BaseException) and filled.input_ids is not None:
                 answer.append(filled.input_ids)
 
-        def over(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                note(error, where, self.label)
-                self.run.failed(error)
-
         task = self.run.spawn(do())
-        task.add_done_callback(over)
         # The ids of an open message come after those of the segments, and are not told apart.
         return Prefix(0 if self.context.role else len(self.context.segments), task, answer)
 
@@ -169,7 +163,9 @@ class Line:
             self.context = self.context.filled(prefix.count, prefix.answer[0])
 
     def _start(self) -> None:
-        self.run.spawn(self._work()).add_done_callback(self._over)
+        assert self._worker is None or self._worker.done(), "operations of a line are done in order"
+        self._worker = self.run.spawn(self._work())
+        self._worker.add_done_callback(self._over)
 
     def _next(self) -> Op | None:
         with self._lock:
@@ -177,16 +173,23 @@ class Line:
             self._awake = self._doing is not None
             return self._doing
 
-    async def _work(self) -> None:
-        while (op := self._next()) is not None:
-            waiting = op.do(self)
-            if waiting is not None:
-                await waiting
+    async def _work(self) -> BaseException | None:
+        """Gives the error that ends it. It is not raised: an exit that a task raises ends the whole loop."""
+        try:
+            while (op := self._next()) is not None:
+                waiting = op.do(self)
+                if waiting is not None:
+                    await waiting
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return error
+        return None
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _over(self, task: asyncio.Task[BaseException | None]) -> None:
         if task.cancelled():
             self.fail(Cancelled("the program has ended before this was done"))
-        elif (error := task.exception()) is not None:
+        elif (error := task.result()) is not None:
             if self._doing is not None:
                 note(error, self._doing.where, self.label)
             self.run.failed(error)

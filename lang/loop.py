@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextvars
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -18,7 +19,11 @@ from sapwood.lang.errors import LangError
 T = TypeVar("T")
 
 MOST_THREADS = 256
-"""Threads at most for `def` programs in whose caller's thread they do not run. Each starts when needed."""
+"""Threads at most for `def` programs in whose caller's thread they do not run, and as many again for those
+that such a program runs, which it may wait for: so there is always one that waits for no other's thread. Each
+starts when needed."""
+
+_depth: contextvars.ContextVar[int] = contextvars.ContextVar("sapwood_depth", default=0)
 
 
 class Host:
@@ -68,13 +73,13 @@ class _Background:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._host: Host | None = None
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: dict[int, ThreadPoolExecutor] = {}
         self._process = os.getpid()
 
     def _mine(self) -> None:
         """A forked process has none of its parent's threads."""
         if self._process != os.getpid():
-            self._host, self._threads, self._process = None, None, os.getpid()
+            self._host, self._threads, self._process = None, {}, os.getpid()
 
     def host(self) -> Host:
         with self._lock:
@@ -83,22 +88,28 @@ class _Background:
                 self._host = _start()
             return self._host
 
-    def threads(self) -> ThreadPoolExecutor:
+    def threads(self, depth: int) -> ThreadPoolExecutor:
         with self._lock:
             self._mine()
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(MOST_THREADS, "sapwood-program")
-            return self._threads
+            if depth not in self._threads:
+                self._threads[depth] = ThreadPoolExecutor(MOST_THREADS, "sapwood-program")
+            return self._threads[depth]
 
 
 def _start() -> Host:
     loop = asyncio.new_event_loop()
     started: Future[int] = Future()
+    stopped = threading.Event()
 
     def serve() -> None:
         asyncio.set_event_loop(loop)
         loop.call_soon(lambda: started.set_result(threading.get_ident()))
-        loop.run_forever()
+        while not stopped.is_set():
+            try:
+                loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                # Of a task, which has it as its error too: who waits for that hears of it.
+                continue
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
@@ -111,6 +122,7 @@ def _start() -> Host:
     host = Host(loop, started.result())
 
     def stop() -> None:
+        stopped.set()
         if thread.is_alive():
             loop.call_soon_threadsafe(loop.stop)
             thread.join(5)
@@ -127,6 +139,15 @@ def background() -> Host:
     return _background.host()
 
 
-def threads() -> ThreadPoolExecutor:
-    """Threads for `def` programs that are run from async code, streamed, or run in batches."""
-    return _background.threads()
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Do a `def` program's code in another thread, if it is run from async code, streamed, or in a batch."""
+
+    def do() -> T:
+        _depth.set(depth + 1)
+        try:
+            return work()
+        except StopIteration as error:
+            raise RuntimeError("the program raised StopIteration") from error  # which no future holds
+
+    depth = _depth.get()
+    return _background.threads(depth).submit(contextvars.copy_context().run, do)

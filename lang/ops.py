@@ -82,7 +82,7 @@ def _role_end(line: Line, part: RoleEnd, where: Where) -> None:
 
 def _scope_begin(line: Line, part: ScopeBegin, where: Where) -> None:
     def do(line: Line) -> None:
-        line.scopes[part.name] = len(line.shown.text())
+        line.scopes.setdefault(part.name, []).append(len(line.shown.text()))
 
     line.put(Op(do, where))
 
@@ -91,7 +91,7 @@ def _scope_end(line: Line, part: ScopeEnd, where: Where) -> None:
     cell = line.names[part.name] = Cell()
 
     def do(line: Line) -> None:
-        text = line.shown.text()[line.scopes.pop(part.name) :]
+        text = line.shown.text()[line.scopes[part.name].pop() :]
         cell.add(text)
         cell.set(text)
 
@@ -207,7 +207,8 @@ def _selection(line: Line, part: Selection, where: Where) -> None:
         line.shown.add(text)
         cell.add(text)
         _go_on(line, answer, (Ids(ids, text),) if ids else (Text(text),) if text else ())
-        cell.set(text, decision.meta)
+        rewritten = {"rewritten": [*answer.rewritten]} if answer.rewritten else {}
+        cell.set(text, decision.meta | rewritten)
 
     line.put(Op(do, where, (cell,)))
 

@@ -14,9 +14,21 @@ MAX_NEW_TOKENS = 128
 """Of a `gen` that says nothing, in a run that says nothing."""
 
 
-class Drawing(TypedDict, total=False):
-    """How an output is drawn, and what is told of it. What is left out, the run says, or the backend."""
+class Added(TypedDict, total=False):
+    """What SGLang's `gen` does not have."""
 
+    repetition_penalty: float | None
+    seed: int | None
+    skip_special_tokens: bool | None
+
+
+class RunOptions(Added, total=False):
+    """What every `gen` of a run does that says nothing else. `backend`: not the default one."""
+
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    n: int | None
+    stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     stop_regex: str | Sequence[str] | None
     temperature: float | None
@@ -25,29 +37,17 @@ class Drawing(TypedDict, total=False):
     min_p: float | None
     frequency_penalty: float | None
     presence_penalty: float | None
-    repetition_penalty: float | None
-    seed: int | None
     ignore_eos: bool | None
-    skip_special_tokens: bool | None
     return_logprob: bool | None
     logprob_start_len: int | None
     top_logprobs_num: int | None
     return_text_in_logprobs: bool | None
-
-
-class RunOptions(Drawing, total=False):
-    """What every `gen` of a run does that says nothing else. `backend`: not the default one."""
-
-    max_new_tokens: int | None
-    min_new_tokens: int | None
-    n: int | None
-    stop: str | Sequence[str] | None
     backend: Any
 
 
 _SEQUENCES = ("stop", "stop_token_ids", "stop_regex")
 _LOGPROBS = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
-NAMES = frozenset(RunOptions.__annotations__) | frozenset(Drawing.__annotations__)
+NAMES = RunOptions.__required_keys__ | RunOptions.__optional_keys__
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,7 @@ def defaults_of(options: Mapping[str, Any]) -> Defaults:
 
 
 def merged(own: Sampling, default: Sampling) -> Sampling:
-    """What an output says itself, and else the default."""
+    """What an output says itself, and else the default. An empty list of stops says that there are none."""
     given = msgspec.structs.asdict(default)
-    given.update({name: value for name, value in msgspec.structs.asdict(own).items() if _said(value)})
-    return Sampling(**given)
-
-
-def _said(value: Any) -> bool:
-    return value is not None and value != ()
+    given.update({name: value for name, value in msgspec.structs.asdict(own).items() if value is not None})
+    return Sampling(**{name: value for name, value in given.items() if value != ()})

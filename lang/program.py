@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
+import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from sapwood.lang import options as opt
 from sapwood.lang.backend import Backend, Fill
 from sapwood.lang.defaults import backend_of
 from sapwood.lang.errors import LangError
-from sapwood.lang.loop import Host, background, running, threads
+from sapwood.lang.loop import Host, background, in_thread, running
 from sapwood.lang.options import RunOptions
 from sapwood.lang.run import Run
 from sapwood.lang.state import AsyncState, State
@@ -118,9 +118,10 @@ class _Program:
         """A run for each item of `batch_kwargs` (a dict of arguments, or a sequence of them by position),
         their states in the order of the items: a list, or with `generator_style` an iterator.
 
-        At most `concurrency` (also called `num_threads`) runs go on at a time. The prefix that all items
-        share is computed first. If items fail, the others finish, and the error of the first of them is
-        raised; an iterator raises it in that item's place. Leaving the iterator early cancels the rest.
+        At most `concurrency` (also called `num_threads`) runs go on at a time. What the first and the last
+        item begin with is computed first; to find it, the program's own code is run for both of them up to
+        their first request. If items fail, the others finish, and the error of the first of them is raised;
+        an iterator raises it in that item's place. Leaving the iterator early cancels the rest.
         """
         from sapwood.lang.batch import Batch
 
@@ -129,7 +130,7 @@ class _Program:
         return batch.one_by_one() if generator_style else batch.all()
 
     def body(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Coroutine[Any, Any, State]:
-        """The whole run, on the run's loop."""
+        """The whole run, on the run's loop, from which it is called."""
         raise NotImplementedError
 
     def opened(self, host: Host, options: Mapping[str, Any], stream: bool = False) -> Run:
@@ -179,12 +180,10 @@ class Function(_Program, Generic[P, R]):
         args, own = self.arguments(args, own)
         host = background()
         host.may_wait()
-        return self._run(self.opened(host, given), args, own)
-
-    def _run(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> State:
+        run = self.opened(host, given)
         state = State(run.main)
         with run:
-            state.ret_value = self.func(state, *args, **kwargs)
+            state.ret_value = self.func(state, *args, **own)
         return state
 
     def stream(self, *args: Any, **kwargs: Any) -> State:
@@ -195,10 +194,11 @@ class Function(_Program, Generic[P, R]):
         state = State(run.main, outside=True)
 
         def work() -> None:
-            state.ret_value = self._run(run, args, own).ret_value
+            with run:
+                state.ret_value = self.func(State(run.main), *args, **own)
 
         # Its error ends the state's text, which is where it is raised.
-        threads().submit(contextvars.copy_context().run, work)
+        in_thread(work)
         return state
 
     async def run_async(self, *args: Any, **kwargs: Any) -> State:
@@ -209,9 +209,9 @@ class Function(_Program, Generic[P, R]):
 
     async def body(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> State:
         state = State(run.main)
-        work = functools.partial(contextvars.copy_context().run, self.func, state, *args, **kwargs)
+        work = functools.partial(self.func, state, *args, **kwargs)
         async with run:
-            state.ret_value = await run.host.loop.run_in_executor(threads(), work)
+            state.ret_value = await run.perform(lambda: asyncio.wrap_future(in_thread(work)))
         return state
 
 
@@ -272,10 +272,13 @@ class AsyncFunction(_Program, Generic[P, R]):
     def _begin(
         self, run: Run, state: State | AsyncState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        async def work() -> None:
-            state.ret_value = (await self.body(run, args, kwargs)).ret_value
+        work = functools.partial(self.func, AsyncState(run.main), *args, **kwargs)
 
-        run.follow(run.host.loop.create_task(work()))
+        async def follow() -> None:
+            async with run:
+                state.ret_value = await run.perform(work)
+
+        run.follow(run.host.loop.create_task(follow()))
 
     async def run_async(self, *args: Any, **kwargs: Any) -> State:
         """Run the program on the running loop. Takes what `run` takes; cancelled, it cancels its requests."""
@@ -285,8 +288,9 @@ class AsyncFunction(_Program, Generic[P, R]):
 
     async def body(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> State:
         state = State(run.main)
+        work = functools.partial(self.func, AsyncState(run.main), *args, **kwargs)
         async with run:
-            state.ret_value = await self.func(AsyncState(run.main), *args, **kwargs)
+            state.ret_value = await run.perform(work)
         return state
 
 

@@ -1,7 +1,7 @@
 """Typed outputs: the JSON schema that a type asks for, and the value that its text becomes.
 
 A type is a pydantic model (known by its methods: pydantic is never imported), a dataclass, TypedDict,
-msgspec.Struct, enum, Literal, or a built-in generic of such (`list[Point]`). A schema as a dict or a text is
+msgspec.Struct, enum, Literal, or one that is made of such (`list[Point]`). A schema as a dict or a text is
 taken as it is; its value is the text.
 """
 
@@ -51,7 +51,7 @@ def converter_of(kind: Any) -> Callable[[str], Any]:
     if _is_pydantic(kind):
         return functools.partial(_convert, name_of(kind), kind.model_validate_json)
     try:
-        decoder = msgspec.json.Decoder(kind)
+        decoder = msgspec.json.Decoder(kind, dec_hook=_read_pydantic)
     except TypeError as e:
         raise _no_schema(kind, e) from None
     return functools.partial(_convert, name_of(kind), decoder.decode)
@@ -69,10 +69,42 @@ def _is_pydantic(kind: Any) -> bool:
 
 
 def _schema_of_type(kind: Any) -> dict[str, Any]:
+    parts = _PydanticParts()
     try:
-        return msgspec.json.schema(kind)
+        schema = msgspec.json.schema(kind, schema_hook=parts.schema_of)
     except TypeError as e:
         raise _no_schema(kind, e) from None
+    if parts.definitions:
+        schema["$defs"] = schema.get("$defs", {}) | parts.definitions
+    return schema
+
+
+class _PydanticParts:
+    """The pydantic models within another type. `definitions` are what their schemas refer to."""
+
+    def __init__(self) -> None:
+        self.definitions: dict[str, Any] = {}
+        self._known: dict[type, dict[str, Any]] = {}
+
+    def schema_of(self, kind: type) -> dict[str, Any]:
+        """Raises NotImplementedError, as msgspec asks for, for what is no model."""
+        if not _is_pydantic(kind):
+            raise NotImplementedError
+        if kind not in self._known:
+            # Models of the same name, and msgspec's own types, must not share a definition.
+            prefix = f"{len(self._known)}."
+            schema = kind.model_json_schema(ref_template=f"#/$defs/{prefix}{{model}}")  # type: ignore[attr-defined]
+            for name, definition in schema.pop("$defs", {}).items():
+                self.definitions[prefix + name] = definition
+            self._known[kind] = schema
+        return self._known[kind]
+
+
+def _read_pydantic(kind: type, value: Any) -> Any:
+    """As JSON, in which a model takes a text for a date, say, where it may not in Python."""
+    if not _is_pydantic(kind):
+        raise NotImplementedError
+    return kind.model_validate_json(json.dumps(value))  # type: ignore[attr-defined]
 
 
 def _no_schema(kind: Any, error: TypeError) -> TypeError:

@@ -24,8 +24,9 @@ T = TypeVar("T")
 
 def value_of(line: Line, cell: Cell) -> Waiting[Any]:
     yield from cell.over()
+    for error in cell.errors():
+        line.run.told(error)
     if cell.error is not None:
-        line.run.told(cell.error)
         raise cell.error
     return cell.value
 

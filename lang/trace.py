@@ -3,13 +3,17 @@ nothing and knows no output.
 
 The run stops at the first generation, selection or branch, where the program reads from its state, where it
 looks at an argument that is not known, and where it raises or waits for anything. Until there its own code is
-run, with what that code does.
+run, with what that code does, on copies of its arguments. It is run in a thread of its own, so that a program
+which never lets itself be stopped can be left behind.
 """
 
 from __future__ import annotations
 
 import contextvars
+import copy
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -21,7 +25,22 @@ from sapwood.lang.ir import Expr, Generation, Selection, Variable, parts_of
 from sapwood.lang.line import Op
 from sapwood.lang.state import AsyncState, State
 
-_tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("sapwood_tracing", default=False)
+MOST_STOPS = 100
+"""So often a program may swallow the end of its trace; then its thread stays where it is."""
+
+UNWIND_SECONDS = 1.0
+"""How long a program that is stopped has for its own handlers before others go on beside it."""
+
+MOST_PARTS = 10_000
+"""An argument of more values, all lists and dicts in it counted through, is not copied for a trace."""
+
+_PLAIN = (str, bytes, bool, int, float, complex, type(None))
+_GROUPS = (list, tuple, set, frozenset, dict)
+
+_tracing: contextvars.ContextVar[_Line | None] = contextvars.ContextVar("sapwood_tracing", default=None)
+
+# Each of them has left a thread behind, and is not to leave another.
+_unstoppable: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 class Stop(BaseException):
@@ -30,8 +49,9 @@ class Stop(BaseException):
 
 def refuse() -> None:
     """Ends the trace, if there is one: for whatever would send something."""
-    if _tracing.get():
-        raise Stop
+    line = _tracing.get()
+    if line is not None:
+        line.stop(sealed=False)
 
 
 Check = Callable[[Generation | Selection, Segments], None]
@@ -42,19 +62,19 @@ def prefix_of(
 ) -> Segments:
     """What all runs of `function(s, **arguments[i])` begin with; nothing is sent.
 
-    With `check` the requests that a program makes before it reads anything are shown to it, and the trace
-    goes on behind them; an Unsupported that it raises is raised.
+    With `check` the first request of each run is shown to it; an Unsupported that it raises is raised.
 
-    Arguments without a value and a default are not known; without any set of arguments none is. Text that
-    only begins alike is cut where the tokens of what is left stay the same: before a space or after a new
-    line.
+    A run gets copies of its arguments and defaults as far as they are plain data: text, numbers, None, and
+    lists, tuples, sets and dicts of such. Others are not known, nor are those without a value and a default;
+    without any set of arguments none is. Text that only begins alike is cut where the tokens of what is left
+    stay the same: before a space or after a new line.
     """
     every: list[Mapping[str, Any] | None] = [*arguments] or [None]
     traces = (_trace(function, kwargs, check) for kwargs in every)
     found: _Traced | None = None
     for trace in traces:
         found = trace if found is None else _common(found, trace)
-        if not found.segments:
+        if not _stable(found):
             break
     return _stable(found) if found is not None else ()
 
@@ -65,12 +85,13 @@ class Unknown(Variable):
     __slots__ = ()
 
     def _read(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        refuse()
         raise Stop
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Stop
+        self._read()
 
     __repr__ = __str__ = __format__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = _read
     __call__ = __int__ = __float__ = __index__ = __eq__ = __ne__ = __hash__ = __await__ = _read
@@ -87,13 +108,16 @@ class _Traced(NamedTuple):
 class _Line:
     """The line of a traced state: it keeps what is added until something is asked for, and tells nothing."""
 
+    closed = False  # for Writer: nothing is refused, the trace stops instead
+
     def __init__(self, check: Check | None) -> None:
         self.check = check
         self.shadow = Context()
-        self.before: Segments | None = None
         self.sealed = False
-        self.closed = False
+        self.ended = threading.Event()
+        self.refused: Unsupported | None = None
         self.names = _Names()
+        self.stops = 0
 
     def put(self, op: Op) -> None:
         """What an operation is to do later is never done; it has changed the shadow."""
@@ -101,24 +125,25 @@ class _Line:
     def fork(self, size: int) -> NoReturn:
         self.stop(sealed=True)
 
-    def ask(self, part: Generation | Selection) -> None:
-        """What comes before the first request is all that a trace is for, but for its `check`."""
-        if self.check is None:
-            self.stop(sealed=True)
-        if self.before is None:
-            self.before = self.shadow.sent()
-        self.check(part, self.shadow.sent())
-        self.shadow = self.shadow.put(ops.OUTPUT)
+    def ask(self, part: Generation | Selection) -> NoReturn:
+        """What comes before the first request is all that a trace is for."""
+        if self.check is not None:
+            self.check(part, self.shadow.sent())
+        self.stop(sealed=True)
 
-    def traced(self) -> _Traced:
-        """What was there before anything was asked for."""
-        if self.before is not None:
-            return _Traced(self.before, True)
-        return _Traced(self.shadow.sent(), self.sealed)
+    def end(self, sealed: bool) -> None:
+        """Nothing is added any more. A request or a fork seals the text before it; unknown text does not."""
+        if not self.ended.is_set():
+            self.sealed = sealed
+            self.ended.set()
 
     def stop(self, sealed: bool) -> NoReturn:
-        """Nothing is added any more. A request or a fork seals the text before it; unknown text does not."""
-        self.sealed, self.closed = sealed, True
+        """Also for a program that has caught it before, and goes on."""
+        self.end(sealed)
+        self.stops += 1
+        thread = threading.current_thread()
+        if self.stops > MOST_STOPS and isinstance(thread, _Tracer) and thread.line is self:
+            thread.give_up()
         raise Stop
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -133,13 +158,14 @@ class _Names:
         pass
 
     def __getattr__(self, name: str) -> NoReturn:
+        refuse()
         raise Stop
 
 
 def _add(line: Any, value: Expr | str) -> None:
     for part in parts_of(value):
-        if line.closed:
-            raise Stop
+        if line.ended.is_set():
+            line.stop(sealed=False)
         if isinstance(part, (Generation, Selection)):
             line.ask(part)
         elif isinstance(part, Variable):
@@ -162,52 +188,97 @@ class TracedAsyncState(AsyncState):
         _add(self._line, value)
 
 
+class _Tracer(threading.Thread):
+    """One run, in a thread that keeps nothing from ending."""
+
+    def __init__(
+        self, function: Callable[..., Any], kwargs: Mapping[str, Any] | None, check: Check | None
+    ) -> None:
+        super().__init__(name="sapwood-trace", daemon=True)
+        self.line = _Line(check)
+        self._function = function
+        self._kwargs = kwargs
+        self._context = contextvars.copy_context()
+
+    def run(self) -> None:
+        self._context.run(self._traced)
+
+    def _traced(self) -> None:
+        _tracing.set(self.line)
+        try:
+            _run(self._function, self.line, _arguments(self._function, self._kwargs))
+            self.line.end(sealed=True)
+        except Unsupported as e:
+            if self.line.check is not None and not self.line.ended.is_set():
+                self.line.refused = e
+        # Whatever the program's own code raises, its run will raise it too, where it can be told of.
+        except BaseException:
+            pass
+        finally:
+            self.line.end(sealed=False)
+
+    def give_up(self) -> NoReturn:
+        """A program that catches every Stop, as a loop with a bare `except` does, would never end."""
+        _unstoppable.add(self._function)
+        while True:
+            threading.Event().wait()
+
+
 def _trace(function: Callable[..., Any], kwargs: Mapping[str, Any] | None, check: Check | None) -> _Traced:
-    line = _Line(check)
-    kind = TracedAsyncState if inspect.iscoroutinefunction(function) else TracedState
-    token = _tracing.set(True)
-    try:
-        _run(function, kind(cast(Any, line)), _arguments(function, kwargs))
-        line.sealed = True
-    except Stop:
-        pass
-    except Unsupported:
-        if check is not None:
-            raise
-    # Whatever the program's own code raises, its run will raise it too, where it can be told of.
-    except Exception:
-        pass
-    finally:
-        _tracing.reset(token)
-        line.closed = True
-    return line.traced()
+    if function in _unstoppable:
+        return _Traced((), sealed=False)
+    tracer = _Tracer(function, kwargs, check)
+    tracer.start()
+    line = tracer.line
+    line.ended.wait()
+    tracer.join(UNWIND_SECONDS)
+    if line.refused is not None:
+        raise line.refused
+    return _Traced(line.shadow.sent(), line.sealed)
 
 
 def _arguments(function: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     _state, *parameters = inspect.signature(function).parameters.values()
-    known = dict(kwargs or {})
+    known = {name: _known(name, value) for name, value in (kwargs or {}).items()}
     for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in known:
+        name, default = parameter.name, parameter.default
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in known:
             continue
-        if kwargs is None or parameter.default is parameter.empty:
-            known[parameter.name] = Unknown(parameter.name)
+        given = kwargs is not None and default is not parameter.empty
+        known[name] = _known(name, default) if given else Unknown(name)
     return known
 
 
-def _run(
-    function: Callable[..., Any], state: TracedState | TracedAsyncState, arguments: dict[str, Any]
-) -> None:
-    result = function(state, **arguments)
+def _known(name: str, value: Any) -> Any:
+    """An argument as a trace gets it: what the real run could miss afterwards, or has other effects when it
+    is used, is not known."""
+    left, count = [value], 0
+    while left:
+        one = left.pop()
+        count += 1
+        if type(one) in _GROUPS:
+            left.extend(one.items() if type(one) is dict else one)
+        elif type(one) not in _PLAIN:
+            return Unknown(name)
+        if count > MOST_PARTS:
+            return Unknown(name)
+    try:
+        return copy.deepcopy(value)
+    except RecursionError:
+        return Unknown(name)
+
+
+def _run(function: Callable[..., Any], line: _Line, arguments: dict[str, Any]) -> None:
+    kind = TracedAsyncState if inspect.iscoroutinefunction(function) else TracedState
+    result = function(kind(cast(Any, line)), **arguments)
     if isinstance(result, Coroutine):
         try:
             # It runs until it waits for something, which nothing here does.
             result.send(None)
         except StopIteration:
             return
-        finally:
-            state._line.closed = True
-            result.close()
-        raise Stop
+        line.end(sealed=False)
+        result.close()
 
 
 def _common(one: _Traced, other: _Traced) -> _Traced:

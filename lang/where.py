@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import linecache
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,18 @@ def here() -> Where:
 
 def _is_ours(file: str) -> bool:
     return file.startswith(_OURS)
+
+
+def as_one(errors: Iterable[BaseException]) -> BaseException | None:
+    """The first of them; the others are told in notes of it, once."""
+    every = list({id(error): error for error in errors}.values())
+    if not every:
+        return None
+    first, *others = every
+    notes = Counter(f"another branch failed too: {type(other).__name__}: {other}" for other in others)
+    for text in (notes - Counter(getattr(first, "__notes__", ()))).elements():
+        first.add_note(text)
+    return first
 
 
 def note(error: BaseException, where: Where, branch: str) -> None:

@@ -135,8 +135,11 @@ class Scope:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an error too: a program that goes on has a message that is complete.
-        if error is None or not self._writer._line.closed:
+        try:
             self._writer._add(self._end)
+        except LangError:
+            if error is None:
+                raise
 
     async def __aenter__(self) -> None:
         self.__enter__()

@@ -11,12 +11,8 @@ if TYPE_CHECKING:
         assistant,
         assistant_begin,
         assistant_end,
-        gen,
-        gen_int,
-        gen_string,
         ids,
         image,
-        select,
         separate_reasoning,
         special,
         system,
@@ -37,6 +33,7 @@ if TYPE_CHECKING:
     )
     from sapwood.lang.defaults import flush_cache, get_default_backend, get_server_info, set_default_backend
     from sapwood.lang.errors import LangError, RequestFailed, Unsupported
+    from sapwood.lang.outputs import gen, gen_int, gen_string, select
     from sapwood.lang.program import function
     from sapwood.lang.state import AsyncState, State
     from sapwood.srt.engine import Engine
@@ -71,15 +68,15 @@ _PUBLIC = {
     "assistant_end": "sapwood.lang.api",
     "flush_cache": "sapwood.lang.defaults",
     "function": "sapwood.lang.program",
-    "gen": "sapwood.lang.api",
-    "gen_int": "sapwood.lang.api",
-    "gen_string": "sapwood.lang.api",
+    "gen": "sapwood.lang.outputs",
+    "gen_int": "sapwood.lang.outputs",
+    "gen_string": "sapwood.lang.outputs",
     "get_default_backend": "sapwood.lang.defaults",
     "get_server_info": "sapwood.lang.defaults",
     "greedy_token_selection": "sapwood.lang.choices",
     "ids": "sapwood.lang.api",
     "image": "sapwood.lang.api",
-    "select": "sapwood.lang.api",
+    "select": "sapwood.lang.outputs",
     "separate_reasoning": "sapwood.lang.api",
     "set_default_backend": "sapwood.lang.defaults",
     "special": "sapwood.lang.api",

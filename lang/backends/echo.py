@@ -181,7 +181,7 @@ def _scored(call: Score, number: int, logprob: float) -> Scored:
 
 
 def _output(call: Generate, text: str) -> Output:
-    cut = min((at for stop in call.sampling.stop if (at := text.find(stop)) >= 0), default=-1)
+    cut = min((at for stop in call.sampling.stop or () if (at := text.find(stop)) >= 0), default=-1)
     reason: dict[str, Any] = {"type": "stop"}
     if cut >= 0:
         text = text[:cut]

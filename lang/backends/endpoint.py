@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+from sapwood.lang.backends.answers import reading
 from sapwood.lang.backends.http import Http
 
 _READ = ("/server_info", "/model_info")
 """Routes that are asked for by GET."""
+_LONG = "/generate"
+"""The route whose answers take a while."""
 
 
 class RuntimeEndpoint:
@@ -45,8 +48,8 @@ class RuntimeEndpoint:
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """The answer of a route, as plain values."""
         if path in _READ:
-            return await self._http.send("GET", path)
-        return await self._http.send("POST", path, body)
+            return await self._http.send("GET", path, brief=True)
+        return await self._http.send("POST", path, body, brief=path != _LONG)
 
     def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The events of a streamed answer; closed early, it cancels the request."""
@@ -60,7 +63,8 @@ class RuntimeEndpoint:
         """The path or name of the served model, asked for once."""
         if self._model_info is None:
             self._model_info = self._http.send_now("GET", "/model_info")
-        return str(self._model_info["model_path"])
+        with reading("/model_info", self._model_info):
+            return str(self._model_info["model_path"])
 
     def get_server_info(self) -> dict[str, Any]:
         """The configuration, the model, what was chosen at start, and the scheduler's state."""

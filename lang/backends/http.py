@@ -17,6 +17,8 @@ from sapwood.lang.errors import RequestFailed
 CONNECT_SECONDS = 10.0
 MAX_CONNECTIONS = 1000
 """Of one loop; further requests wait for one of them. A process may often have 1,024 open files."""
+BRIEF_CONNECTIONS = 4
+"""Of one loop, for requests that are answered at once: these wait only for their like."""
 SHARD = 32
 """Connections of one client: finding a free one takes a client as long as it has connections."""
 
@@ -61,10 +63,13 @@ class Http:
         # What loops still hold open must be closed on them, not by the collector.
         weakref.finalize(self, _close, self._loops).atexit = False
 
-    async def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON value of an answer."""
+    async def send(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, brief: bool = False
+    ) -> Any:
+        """The JSON value of an answer. A `brief` request is answered at once: it does not wait until one of
+        many long ones has ended."""
         content = None if body is None else _json(body)
-        async with self._client() as client:
+        async with self._client(brief) as client:
             try:
                 answer = await client.request(method, self.url + path, content=content)
             except httpx.TransportError as e:
@@ -82,10 +87,7 @@ class Http:
                     async for data in sse(answer.aiter_bytes()):
                         if data == b"[DONE]":
                             return
-                        event = json.loads(data)
-                        if "error" in event:
-                            raise failure(_STATUS.get(event["error"].get("type"), 500), event)
-                        yield event
+                        yield self._event(path, data)
             except httpx.TransportError as e:
                 raise self._unreachable(e) from None
         raise RequestFailed(f"the stream of {self.url}{path} broke off")
@@ -107,15 +109,27 @@ class Http:
             await clients.aclose()
 
     @contextlib.asynccontextmanager
-    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def _client(self, brief: bool = False) -> AsyncIterator[httpx.AsyncClient]:
         loop = asyncio.get_running_loop()
         clients = self._loops.get(loop)
         if clients is None:
             loops = self._loops
             clients = loops[loop] = _Clients(self._options, lambda: loops.pop(loop, None))
             await clients.live()
-        async with clients.one() as client:
+        async with (clients.brief if brief else clients.long).one() as client:
             yield client
+
+    def _event(self, path: str, data: bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        error = event.get("error") if isinstance(event, dict) else None
+        if isinstance(error, dict):
+            raise failure(_STATUS.get(str(error.get("type")), 500), event)
+        if not isinstance(event, dict) or error is not None:
+            raise RequestFailed(f"the stream of {self.url}{path} has sent {_start(data)}", 500)
+        return event
 
     def _value(self, method: str, path: str, status: int, content: bytes) -> Any:
         try:
@@ -126,8 +140,9 @@ class Http:
             return value
         if isinstance(value, dict) and isinstance(value.get("error"), dict):
             raise failure(status, value)
-        text = content[:200].decode(errors="replace")
-        raise RequestFailed(f"{method} {self.url}{path} was answered with {status}: {text}", status)
+        raise RequestFailed(
+            f"{method} {self.url}{path} was answered with {status}: {_start(content)}", status
+        )
 
     def _unreachable(self, error: httpx.TransportError) -> RequestFailed:
         if isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout)):
@@ -143,16 +158,13 @@ def _close(loops: dict[asyncio.AbstractEventLoop, _Clients]) -> None:
 
 
 class _Clients:
-    """The clients of one loop, each with a few connections."""
+    """The clients of one loop, for `long` requests and for `brief` ones."""
 
     def __init__(self, options: dict[str, Any], forget: Callable[[], object]) -> None:
-        self._options = {
-            **options,
-            "limits": httpx.Limits(max_connections=SHARD, max_keepalive_connections=SHARD),
-        }
+        limits = httpx.Limits(max_connections=SHARD, max_keepalive_connections=SHARD)
+        self.long = _Lane(MAX_CONNECTIONS, {**options, "limits": limits})
+        self.brief = _Lane(BRIEF_CONNECTIONS, {**options, "limits": limits})
         self._forget = forget
-        self._shards: list[_Shard] = []
-        self._free = asyncio.Semaphore(MAX_CONNECTIONS)
         self._life: AsyncGenerator[None, None] | None = None
         self._closing: asyncio.Future[None] | None = None
 
@@ -166,7 +178,7 @@ class _Clients:
             yield
         finally:
             self._forget()
-            for shard in self._shards:
+            for shard in (*self.long.shards, *self.brief.shards):
                 await shard.client.aclose()
 
     async def aclose(self) -> None:
@@ -177,13 +189,22 @@ class _Clients:
         """`aclose`, from the loop."""
         self._closing = asyncio.ensure_future(self.aclose())
 
+
+class _Lane:
+    """So many connections, spread over clients that have a few each."""
+
+    def __init__(self, connections: int, options: dict[str, Any]) -> None:
+        self.shards: list[_Shard] = []
+        self._options = options
+        self._free = asyncio.Semaphore(connections)
+
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[httpx.AsyncClient]:
         async with self._free:
-            shard = next((s for s in self._shards if s.busy < SHARD), None)
+            shard = next((s for s in self.shards if s.busy < SHARD), None)
             if shard is None:
                 shard = _Shard(httpx.AsyncClient(**self._options))
-                self._shards.append(shard)
+                self.shards.append(shard)
             shard.busy += 1
             try:
                 yield shard.client
@@ -240,6 +261,10 @@ def failure(status: int, answer: dict[str, Any]) -> RequestFailed:
     error = answer["error"]
     message, code, param = error.get("message"), error.get("code"), error.get("param")
     return RequestFailed(str(message or error), status, "" if code is None else str(code), param)
+
+
+def _start(content: bytes) -> str:
+    return content[:200].decode(errors="replace")
 
 
 def _json(body: dict[str, Any]) -> bytes:

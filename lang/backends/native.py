@@ -28,6 +28,7 @@ from sapwood.lang.backend import (
     Text,
     Turn,
 )
+from sapwood.lang.backends.answers import Asking, reading
 from sapwood.lang.backends.endpoint import RuntimeEndpoint
 from sapwood.lang.errors import LangError, RequestFailed, Unsupported
 
@@ -85,62 +86,42 @@ class Native:
                 )
 
     async def generate(self, call: Generate) -> Answer:
-        got = await self.door.post("/generate", _generation(call))
-        every = got if isinstance(got, list) else [got]
-        return Answer(
-            outputs=[_output(one) for one in every],
-            input_ids=_input_ids(every[0]),
-            rewritten=_rewritten(every[0]),
-        )
+        got = await self._post("/generate", _generation(call))
+        with reading("/generate", got):
+            every = got if isinstance(got, list) else [got]
+            return Answer(
+                outputs=[_output(one) for one, _ in zip(every, range(call.sampling.n or 1), strict=True)],
+                input_ids=_input_ids(every[0]),
+                rewritten=_rewritten(every[0]),
+            )
 
     async def stream(self, call: Generate) -> AsyncIterator[Piece]:
         """Raises RequestFailed if the stream ends before every output has."""
-        left = set(range(call.sampling.n or 1))
-        texts = dict.fromkeys(left, "")
-        grown: dict[int, dict[str, list[Any]]] = {choice: {} for choice in left}
-        ids: tuple[int, ...] | None = None
+        outputs = _Outputs(call.sampling.n or 1)
         events = self.door.events("/generate", {**_generation(call), "stream": True})
         try:
-            async for event in events:
-                choice = event.get("index", 0)
-                _grow(grown[choice], event["meta_info"])
-                new, texts[choice] = event["text"][len(texts[choice]) :], event["text"]
-                if event["meta_info"].get("finish_reason") is None:
-                    if new:
-                        yield Piece(choice=choice, text=new)
-                    continue
-                left.discard(choice)
-                event["meta_info"].update(grown[choice])
-                # They come with the first choice, which may end before others.
-                ids = ids or _input_ids(event)
-                yield Piece(
-                    choice=choice,
-                    text=new,
-                    output=_output(event),
-                    input_ids=ids,
-                    rewritten=_rewritten(event),
-                )
+            with Asking():
+                async for event in events:
+                    with reading("/generate", event):
+                        piece = outputs.add(event)
+                    if piece.text or piece.output is not None:
+                        yield piece
         finally:
             await _close(events)
-        if left:
+        if outputs.left:
             raise RequestFailed("the stream has ended before the output")
 
     async def score(self, call: Score) -> Answer:
         body = {"input": _parts(call.segments), "score": list(call.choices), **_program(call.program)}
-        got = await self.door.post("/generate", body)
-        scores = got["scores"]
-        alone: list[dict[str, Any]] = [{}] * len(scores)
+        got = await self._post("/generate", body)
+        with reading("/generate", got):
+            scored = _scores(got, len(call.choices))
+            answer = Answer(scored=scored, input_ids=_input_ids(got), rewritten=_rewritten(got))
         if call.unconditional:
-            alone = await self._alone([one["ids"] for one in scores])
-        scored = [
-            Scored(
-                ids=tuple(one["ids"]),
-                logprobs=tuple(one["logprobs"]),
-                unconditional=tuple(other.get("logprobs", ())),
-            )
-            for one, other in zip(scores, alone, strict=True)
-        ]
-        return Answer(scored=scored, input_ids=_input_ids(got), rewritten=_rewritten(got))
+            alone = await self._alone([[*one.ids] for one in scored])
+            for one, other in zip(scored, alone, strict=True):
+                one.unconditional = other.logprobs
+        return answer
 
     async def fill(self, call: Fill) -> Answer:
         self.check(call)
@@ -149,13 +130,14 @@ class Native:
             "sampling_params": {"max_new_tokens": 0},
             **_program(call.program),
         }
-        got = await self.door.post("/generate", body)
-        return Answer(input_ids=_input_ids(got), rewritten=_rewritten(got))
+        got = await self._post("/generate", body)
+        with reading("/generate", got):
+            return Answer(input_ids=_input_ids(got), rewritten=_rewritten(got))
 
     async def end(self, program: str) -> dict[str, Any] | None:
         """None if the runtime does not know the program: it has asked for nothing, or long ago."""
         try:
-            told: dict[str, Any] = await self.door.post("/programs/end", {"program": program})
+            told: dict[str, Any] = await self._post("/programs/end", {"program": program})
         except RequestFailed as e:
             if e.status == 404:
                 return None
@@ -163,10 +145,10 @@ class Native:
         return told
 
     async def flush_cache(self) -> None:
-        await self.door.post("/flush_cache", {})
+        await self._post("/flush_cache", {})
 
     async def server_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = await self.door.post("/server_info", {})
+        info: dict[str, Any] = await self._post("/server_info", {})
         return info
 
     async def aclose(self) -> None:
@@ -174,28 +156,64 @@ class Native:
         if close is not None:
             await close()
 
-    async def _scores(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        scores: list[dict[str, Any]] = (await self.door.post("/generate", body))["scores"]
-        return scores
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        with Asking():
+            return await self.door.post(path, body)
 
-    async def _alone(self, choices: list[list[int]]) -> list[dict[str, Any]]:
+    async def _scores(self, prompt: list[Any], choices: list[list[int]]) -> list[Scored]:
+        got = await self._post("/generate", {"input": prompt, "score": choices})
+        with reading("/generate", got):
+            return _scores(got, len(choices))
+
+    async def _alone(self, choices: list[list[int]]) -> list[Scored]:
         """The choices' logprobs at a document's beginning."""
         if self._beginning is not None:
-            return await self._scores({"input": self._beginning, "score": choices})
+            return await self._scores(self._beginning, choices)
         try:
-            scores = await self._scores({"input": [""], "score": choices})
+            scores = await self._scores([""], choices)
             self._beginning = [""]
-        # A 400, of a server or of an engine: without BOS an empty text is no prompt.
-        except (RequestFailed, ValueError) as e:
-            if getattr(e, "status", 400) != 400:
+        except RequestFailed as e:
+            # Without BOS an empty text is no prompt.
+            if e.status != 400:
                 raise
-            eos = (await self.server_info())["source"]["eos_ids"]
+            info = await self.server_info()
+            with reading("/server_info", info):
+                eos = info["source"]["eos_ids"]
             if not eos:
                 raise LangError("the model has neither BOS nor EOS: nothing begins a document") from e
             beginning = [eos[0]]
-            scores = await self._scores({"input": beginning, "score": choices})
+            scores = await self._scores(beginning, choices)
             self._beginning = beginning
         return scores
+
+
+class _Outputs:
+    """The outputs of a stream. `left`: those that have not ended."""
+
+    def __init__(self, count: int) -> None:
+        self.left = set(range(count))
+        self._texts = [""] * count
+        self._grown: list[dict[str, list[Any]]] = [{} for _ in range(count)]
+        self._ids: tuple[int, ...] | None = None
+
+    def add(self, event: dict[str, Any]) -> Piece:
+        """What is new in an event."""
+        choice, meta, text = event.get("index", 0), event["meta_info"], event["text"]
+        new, self._texts[choice] = text[len(self._texts[choice]) :], text
+        _grow(self._grown[choice], meta)
+        if meta.get("finish_reason") is None:
+            return Piece(choice=choice, text=new)
+        self.left.discard(choice)
+        meta.update(self._grown[choice])
+        # They come with the first choice, which may end before others.
+        self._ids = self._ids or _input_ids(event)
+        return Piece(
+            choice=choice,
+            text=new,
+            output=_output(event),
+            input_ids=self._ids,
+            rewritten=_rewritten(event),
+        )
 
 
 def _generation(call: Generate) -> dict[str, Any]:
@@ -244,9 +262,17 @@ def _part(segment: Segment) -> Iterator[Any]:
         yield {"special": segment.text} if segment.special else segment.text
 
 
+def _scores(got: dict[str, Any], count: int) -> list[Scored]:
+    return [
+        Scored(ids=tuple(one["ids"]), logprobs=tuple(one["logprobs"]))
+        for one, _ in zip(got["scores"], range(count), strict=True)
+    ]
+
+
 def _output(generated: dict[str, Any]) -> Output:
     meta = {**generated["meta_info"], "output_ids": generated["output_ids"]}
-    return Output(text=generated["text"], content=_content(generated), meta=meta)
+    text = msgspec.convert(generated["text"], str)
+    return Output(text=text, content=_content(generated), meta=meta)
 
 
 def _content(generated: dict[str, Any]) -> Content:

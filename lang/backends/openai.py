@@ -8,6 +8,7 @@ from typing import Any
 
 from sapwood.lang.backend import Answer, Call, Fill, Generate, Output, Piece, Score, Segments, Turn
 from sapwood.lang.backends import openai_wire as wire
+from sapwood.lang.backends.answers import reading
 from sapwood.lang.backends.http import Http
 from sapwood.lang.backends.openai_wire import Kind
 from sapwood.lang.errors import RequestFailed, Unsupported
@@ -60,11 +61,14 @@ class OpenAI:
             self._generation(call)
         elif isinstance(call, Score):
             self._scoring(call)
+        else:
+            raise Unsupported("an OpenAI endpoint computes nothing ahead", field="fill")
 
     async def generate(self, call: Generate) -> Answer:
         path, body = self._generation(call)
         answer = await self._http.send("POST", path, body)
-        return Answer(outputs=wire.outputs_of(answer, call))
+        with reading(self._http.url + path, answer):
+            return Answer(outputs=wire.outputs_of(answer, call))
 
     async def stream(self, call: Generate) -> AsyncIterator[Piece]:
         """The outputs come at the end, when the endpoint has told their usage."""
@@ -74,18 +78,24 @@ class OpenAI:
         events = self._http.events(path, body)
         try:
             async for event in events:
-                for choice, text in whole.add(event):
+                with reading(self._http.url + path, event):
+                    new = whole.add(event)
+                for choice, text in new:
                     yield Piece(choice=choice, text=text)
         finally:
             await events.aclose()
-        for choice, output in whole.outputs(call):
+        with reading(self._http.url + path, whole):
+            outputs = whole.outputs(call)
+        for choice, output in outputs:
             yield Piece(choice=choice, text="", output=output)
 
     async def score(self, call: Score) -> Answer:
         context, body = self._scoring(call)
         answer = await self._http.send("POST", "/completions", body)
-        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        return Answer(scored=[wire.scored_of(choice, len(context)) for choice in choices])
+        with reading(self._http.url + "/completions", answer):
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            scored = [wire.scored_of(one, len(context)) for one, _ in zip(choices, call.choices, strict=True)]
+            return Answer(scored=scored)
 
     async def fill(self, call: Fill) -> Answer:
         """Nothing is sent: an endpoint caches what it will."""
@@ -208,3 +218,6 @@ class _Whole:
             if isinstance(values, list):
                 known.setdefault("logprobs", {}).setdefault(name, []).extend(values)
         return text
+
+    def __repr__(self) -> str:
+        return repr({**self._answer, "choices": self._choices})

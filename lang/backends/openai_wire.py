@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import msgspec
+
 from sapwood.lang.backend import Generate, Ids, Logprobs, Output, Sampling, Scored, Segments, Text, Turn
 from sapwood.lang.errors import LangError, Unsupported
 
@@ -135,12 +137,13 @@ def text_of(parts: Iterable[Any]) -> str:
 def outputs_of(answer: dict[str, Any], call: Generate) -> list[Output]:
     """The outputs of a whole answer, in the order of their index."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-    return [output_of(choice, answer, call) for choice in choices]
+    every = zip(choices, range(call.sampling.n or 1), strict=True)
+    return [output_of(choice, answer, call) for choice, _ in every]
 
 
 def output_of(choice: dict[str, Any], answer: dict[str, Any], call: Generate) -> Output:
     message = choice.get("message")
-    text = (choice.get("text") if message is None else message.get("content")) or ""
+    text = msgspec.convert((choice.get("text") if message is None else message.get("content")) or "", str)
     usage = answer.get("usage") or {}
     matched = choice.get("matched_stop", choice.get("stop_reason"))
     meta: dict[str, Any] = {

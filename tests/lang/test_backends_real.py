@@ -300,7 +300,10 @@ def test_reasoning_is_told_apart(server: Server, backend: Backend) -> None:
         run(RuntimeEndpoint(server.url).post("/generate", body))
 
 
-def test_errors_name_the_field(backend: Backend) -> None:
+@pytest.mark.parametrize("kind", ["server", "engine"])
+def test_errors_name_the_field(backend: Backend, engine: Engine, kind: str) -> None:
+    """An engine's are those of a server."""
+    backend = backend if kind == "server" else native.of(engine)
     with pytest.raises(RequestFailed, match="top_p") as caught:
         run(backend.generate(greedy(FRANCE, top_p=2.0)))
     assert (caught.value.status, caught.value.param) == (400, "top_p")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import warnings
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
+from sapwood.lang.backends import http
 from sapwood.lang.backends.endpoint import RuntimeEndpoint
-from sapwood.lang.backends.http import Http, sse
+from sapwood.lang.backends.http import Http
 from sapwood.lang.errors import RequestFailed
 from tests.lang.doors import Request, Web, web
 
@@ -97,6 +101,32 @@ def test_closing_is_possible_at_any_time(server: Web) -> None:
 
     asyncio.run(ask())
     assert server.connections == 2
+
+
+def test_connections_end_with_the_endpoint_on_a_loop_that_goes_on(server: Web) -> None:
+    server.handler = echo
+
+    async def lives(endpoint: RuntimeEndpoint) -> bool:
+        await endpoint.post("/generate", {})
+        (clients,) = endpoint._http._loops.values()
+        client = weakref.ref(clients.long.shards[0].client)
+        del endpoint, clients
+        gc.collect()
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if client() is None or client().is_closed:  # type: ignore[union-attr]
+                return False
+        return True
+
+    async def main() -> bool:
+        # The task's own frame must not keep the endpoint.
+        return await asyncio.create_task(lives(RuntimeEndpoint(server.url)))
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert not asyncio.run(main())
+        gc.collect()
+    assert [str(one.message) for one in said if one.category is ResourceWarning] == []
 
 
 def test_a_thousand_requests_run_at_the_same_time() -> None:
@@ -267,6 +297,50 @@ def test_errors_of_streams(server: Web) -> None:
         asyncio.run(listed(RuntimeEndpoint(server.url).events("/generate", {})))
 
 
+@pytest.mark.parametrize("data", [b"{oops", b"7", b"[]", b'"error"', b'{"error": "busy"}', b"\xff"], ids=str)
+def test_an_event_that_is_none_is_an_error_that_shows_it(server: Web, data: bytes) -> None:
+    async def stream(request: Request) -> None:
+        await request.begin_stream()
+        await request.piece(b"data: " + data + b"\n\n")
+        await request.end_stream()
+
+    server.handler = stream
+    with pytest.raises(RequestFailed) as caught:
+        asyncio.run(listed(RuntimeEndpoint(server.url).events("/generate", {})))
+    assert f"the stream of {server.url}/generate has sent {data.decode(errors='replace')}" in str(
+        caught.value
+    )
+
+
+def test_what_is_answered_at_once_waits_for_no_output(server: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connections are taken, and more outputs wait for one."""
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 3)
+    ended = 0
+
+    async def handler(request: Request) -> None:
+        if request.path == "/generate":
+            while ended < 20:
+                await asyncio.sleep(0.01)
+        await request.answer(request.body)
+
+    server.handler = handler
+    endpoint = RuntimeEndpoint(server.url)
+
+    async def ask() -> list[Any]:
+        nonlocal ended
+        outputs = [asyncio.ensure_future(endpoint.post("/generate", {"n": i})) for i in range(6)]
+        while len(server.asked) < 3:
+            await asyncio.sleep(0.01)
+        ends = [endpoint.post("/programs/end", {"program": str(i)}) for i in range(20)]
+        assert await asyncio.gather(*ends) == [{"program": str(i)} for i in range(20)]
+        assert not any(output.done() for output in outputs)
+        ended = 20
+        return await asyncio.gather(*outputs)
+
+    assert asyncio.run(asyncio.wait_for(ask(), 20)) == [{"n": i} for i in range(6)]
+    assert server.connections == 3 + http.BRIEF_CONNECTIONS
+
+
 def test_what_is_no_json_is_not_sent() -> None:
     endpoint = RuntimeEndpoint("http://127.0.0.1:1")
     for value, words in (
@@ -305,24 +379,3 @@ def test_the_methods_that_sglang_s_endpoint_has(server: Web) -> None:
         ("POST", "/flush_cache", {}),
         ("POST", "/generate", {"text": "Once upon", "sampling_params": {"max_new_tokens": 0}}),
     ]
-
-
-STREAMS = [
-    (b"data: a\n\ndata: b\n\n", [b"a", b"b"]),
-    (b"data: a\r\n\r\ndata:b\r\n\r\n", [b"a", b"b"]),
-    (b"data: a\r\rdata: b\r\r", [b"a", b"b"]),
-    (b": comment\nevent: x\nid: 1\ndata: a\ndata: b\n\n\n\ndata: c", [b"a\nb", b"c"]),
-    (b"", []),
-    ("data: é\u2028\n\n".encode(), ["é\u2028".encode()]),
-]
-
-
-@pytest.mark.parametrize(("stream", "events"), STREAMS)
-def test_events_are_the_same_however_the_bytes_come(stream: bytes, events: list[bytes]) -> None:
-    async def cut(size: int) -> AsyncIterator[bytes]:
-        for start in range(0, len(stream), size):
-            yield stream[start : start + size]
-            yield b""
-
-    for size in range(1, len(stream) + 1):
-        assert asyncio.run(listed(sse(cut(size)))) == events, size

@@ -7,6 +7,7 @@ import io
 import random
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -80,6 +81,29 @@ def test_the_common_prefix_is_computed_first(echo: Echo) -> None:
     assert len({call.program for call in echo.calls}) == 6 == len(echo.ended)
 
 
+@pytest.mark.parametrize("error", [sgl.RequestFailed("full", 429), ValueError("of a backend's own")])
+def test_items_run_if_their_prefix_cannot_be_computed_ahead(error: Exception) -> None:
+    backend = Echo(told, fail=lambda call: error if isinstance(call, Fill) else None)
+    states = answer.run_batch(questions(5), backend=backend)
+    assert [state["a"] for state in states] == [f"Q: {i} times?" for i in range(5)]
+    assert isinstance(backend.calls[0], Fill)
+    assert len(backend.done) == 5
+
+
+def test_a_batch_does_not_wait_long_for_its_end_to_be_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deaf(Echo):
+        async def end(self, program: str) -> None:  # type: ignore[override]
+            self.ended.append(program)
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr("sapwood.lang.run.END_SECONDS", 0.05)
+    backend = Deaf()
+    began = time.monotonic()
+    assert len(answer.run_batch(questions(3), backend=backend)) == 3
+    assert time.monotonic() - began < 10
+    assert len(backend.ended) == 4
+
+
 def test_one_item_needs_no_prefix(echo: Echo) -> None:
     answer.run_batch(questions(1))
     assert [type(call) for call in echo.calls] == [Generate]
@@ -117,15 +141,16 @@ def test_leaving_the_iterator_early_cancels_the_rest() -> None:
 
 
 def test_wrong_arguments_are_errors_before_anything_runs(echo: Echo) -> None:
-    for wrong in ([{"q": "x"}, {}], [{"p": "x"}], [("x", "y", "z")], ["xy"], [{"q": "x"}, ()]):
+    items: list[Any] = [[{"q": "x"}, {}], [{"p": "x"}], [("x", "y", "z")], ["xy"], [{"q": "x"}, ()]]
+    for wrong in items:
         with pytest.raises(TypeError):
             answer.run_batch(wrong)
     with pytest.raises(TypeError, match="batch_kwargs must be a list or a tuple, got dict"):
-        answer.run_batch({"q": "x"})  # type: ignore[arg-type]
+        answer.run_batch({"q": "x"})  # type: ignore[call-overload]
     with pytest.raises(ValueError, match='at least 1 or "auto", got 0'):
         answer.run_batch(questions(2), num_threads=0)
     with pytest.raises(TypeError, match="unknown option: temprature"):
-        answer.run_batch(questions(2), temprature=1)  # type: ignore[call-arg]
+        answer.run_batch(questions(2), temprature=1)  # type: ignore[call-overload]
     assert echo.calls == []
 
 
@@ -233,4 +258,4 @@ def test_a_program_keeps_its_functions_name_and_signature() -> None:
     assert answer.__name__ == "answer"  # type: ignore[attr-defined]
     assert list(inspect.signature(answer).parameters) == ["s", "q", "mark"]
     with pytest.raises(TypeError, match="a program's first argument is its state"):
-        sgl.function(lambda: None)  # type: ignore[call-overload]
+        sgl.function(lambda: None)  # type: ignore[arg-type, misc]

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -136,21 +137,39 @@ def test_a_gathered_variable_of_a_failed_branch_raises_its_error() -> None:
     assert program.run(backend=Echo(fail=failing("bad"))).ret_value == "fine"
 
 
-def test_a_failed_request_of_a_fork_fails_its_branches_and_the_state() -> None:
-    backend = Echo(fail=lambda call: sgl.RequestFailed("full") if isinstance(call, Fill) else None)
+@pytest.mark.parametrize("error", [sgl.RequestFailed("full", 429), ValueError("of a backend's own")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fork_whose_prefix_cannot_be_computed_ahead_goes_on(error: Exception, stream: bool) -> None:
+    backend = Echo(fail=lambda call: error if isinstance(call, Fill) else None)
 
     @sgl.function
     def program(s: sgl.State) -> None:
         s += "x"
-        forks = s.fork(2)  # the fork
-        forks += sgl.gen("a")
-        for f in forks:
-            with pytest.raises(sgl.RequestFailed, match="full") as raised:
-                f["a"]
-            assert "# the fork" in notes(raised.value)
+        forks = s.fork(2)
+        forks += lambda i: f"{i}" + sgl.gen("a")
+        forks.join()
+        s += "y" + sgl.gen("b")
 
-    program.run(backend=backend)
-    assert [type(call) for call in backend.calls] == [Fill]
+    state = program.run(stream=stream, backend=backend)
+    assert (state["a"], state["b"]) == (["0", "1"], "y")
+    assert [type(call) for call in backend.calls[:1]] == [Fill]
+    assert len(backend.done) == 3
+
+
+def test_who_has_met_a_gathered_variable_has_met_all_its_errors() -> None:
+    @sgl.function
+    def program(s: sgl.State) -> str:
+        forks = s.fork(3)
+        forks += ["fine", "1 bad", "2 bad"]
+        forks += sgl.gen("a")
+        forks.join()
+        for _ in range(2):
+            with pytest.raises(sgl.RequestFailed) as raised:
+                s["a"]
+        assert notes(raised.value).count("another branch failed too") == 1
+        return "done"
+
+    assert program.run(backend=Echo(fail=failing("bad"))).ret_value == "done"
 
 
 def test_an_error_of_the_program_itself_cancels_its_requests() -> None:
@@ -191,9 +210,9 @@ def test_what_a_backend_cannot_do_is_an_error_before_anything_is_sent() -> None:
 
 
 def test_cancelling_a_run_cancels_its_requests() -> None:
-    async def cancel_it(run: Callable[[Echo], object]) -> None:
+    async def cancel_it(run: Callable[[Echo], Coroutine[Any, Any, object]]) -> None:
         backend = Echo(delay=30)
-        task = asyncio.ensure_future(run(backend))  # type: ignore[arg-type]
+        task = asyncio.ensure_future(run(backend))
         while backend.running < 2:
             await asyncio.sleep(0.005)
         task.cancel()
@@ -258,7 +277,7 @@ def test_leaving_an_async_stream_early_cancels_the_run() -> None:
 
 INTERRUPTED = """
 import sapwood as sgl, threading, time, os, signal
-backend = sgl.Echo(delay=60)
+backend = sgl.Echo(delay=lambda call: 60 * hasattr(call, "sampling"))
 
 @sgl.function
 def program(s):
@@ -266,25 +285,31 @@ def program(s):
     s["a"]
 
 def interrupt():
-    while not backend.running:
+    while backend.running < PROGRAMS:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 
 threading.Thread(target=interrupt).start()
 try:
-    program.run(backend=backend)
+    RUN
 except KeyboardInterrupt:
     print("interrupted", backend.running, len(backend.cancelled), len(backend.ended))
 """
 
 
-def test_an_interrupt_cancels_the_requests_and_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize(
+    ("run", "programs"),
+    [("program.run(backend=backend)", 1), ("program.run_batch([{}] * 5, backend=backend)", 5)],
+)
+def test_an_interrupt_cancels_the_requests_and_leaves_nothing_behind(run: str, programs: int) -> None:
     answer = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED],
+        [sys.executable, "-c", INTERRUPTED.replace("RUN", run).replace("PROGRAMS", f"{programs}")],
         capture_output=True, text=True, timeout=30, check=False,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )  # fmt: skip
-    assert (answer.stdout, answer.stderr, answer.returncode) == ("interrupted 0 1 1\n", "", 0)
+    ended = programs if programs == 1 else programs + 1
+    expected = f"interrupted 0 {programs} {ended}\n"
+    assert (answer.stdout, answer.stderr, answer.returncode) == (expected, "", 0)
 
 
 def test_waiting_on_ones_own_loop_is_an_error_and_no_deadlock(echo: Echo) -> None:
@@ -332,3 +357,33 @@ def test_generate_calls_keep_the_order_of_the_program(echo: Echo) -> None:
     program.run()
     numbers = [call.segments[-1].text for call in echo.calls if isinstance(call, Generate)]  # type: ignore[union-attr]
     assert numbers == [f"{i} " for i in range(50)]
+
+
+def test_a_run_can_be_cancelled_from_within_from_outside_and_after_its_end() -> None:
+    backend = Echo(delay=30)
+
+    @sgl.function
+    def program(s: sgl.State) -> None:
+        s += "x" + sgl.gen("a")
+
+    state = program.run(stream=True, backend=backend)
+    wait_until(lambda: backend.running == 1)
+    state.cancel()
+    with pytest.raises(sgl.LangError, match="cancelled"):
+        state["a"]
+    wait_until(lambda: len(backend.ended) == 1)
+    assert backend.cancelled == backend.calls
+
+    @sgl.function
+    def own(s: sgl.State) -> None:
+        s += "x" + sgl.gen("a")
+        s.cancel()
+        s["a"]
+
+    with pytest.raises(sgl.LangError, match="cancelled"):
+        own.run(backend=backend)
+
+    async def done() -> sgl.State:
+        return await program.run_async(backend=Echo())
+
+    asyncio.run(done()).cancel()

@@ -135,6 +135,22 @@ def test_branches_know_the_variables_from_before_the_fork(echo: Echo) -> None:
     program.run()
 
 
+def test_each_join_gathers_what_its_own_branches_have_set(echo: Echo) -> None:
+    @sgl.function
+    def program(s: sgl.State) -> list[object]:
+        seen: list[object] = []
+        s["best"] = "none yet"
+        for turn in range(2):
+            branches = s.fork(2)
+            branches += lambda i, turn=turn: f"{turn}{i}" + sgl.gen("a")
+            branches[1]["best"] = turn
+            branches.join()
+            seen += [s["a"], s["best"]]
+        return seen
+
+    assert program.run().ret_value == [["00", "01"], [0], ["10", "11"], [1]]
+
+
 def test_joined_text_is_appended_with_its_tokens(echo: Echo) -> None:
     @sgl.function
     def program(s: sgl.State) -> None:
@@ -178,6 +194,19 @@ def test_a_branch_in_another_message_cannot_be_appended(echo: Echo) -> None:
         forks.join("concate_and_append")
 
     with pytest.raises(sgl.LangError, match="branch 0 cannot be appended: it is in user message"):
+        program.run()
+
+
+def test_a_branch_that_has_ended_the_message_it_was_forked_in_cannot_be_appended(echo: Echo) -> None:
+    @sgl.function
+    def program(s: sgl.State) -> None:
+        s += sgl.user_begin() + "Q:"
+        branches = s.fork(2)
+        branches += lambda i: f"{i}" + sgl.user_end() + sgl.assistant(sgl.gen("a"))
+        s += sgl.user_end()
+        branches.join("concate_and_append")
+
+    with pytest.raises(sgl.LangError, match="branch 0 cannot be appended: it has ended the message"):
         program.run()
 
 

@@ -24,6 +24,7 @@ from sapwood.lang.backends import native
 from sapwood.lang.backends.endpoint import RuntimeEndpoint
 from sapwood.lang.backends.native import Native
 from sapwood.lang.errors import RequestFailed, Unsupported
+from sapwood.srt.errors import BadRequest, ProgramNotFound
 from tests.lang.doors import ScriptedDoor
 
 T = TypeVar("T")
@@ -155,6 +156,22 @@ async def pieces(backend: Native, call: Generate, most: int = 1000) -> list[Piec
     return found
 
 
+def test_what_cannot_be_sent_is_not_filled_either() -> None:
+    door = ScriptedDoor()
+    turn = Turn("user", (Text("a"), Text("<|im_end|>", special=True)))
+    with pytest.raises(Unsupported, match="special text is not supported within a message"):
+        asyncio.run(Native(door).fill(Fill(segments=(turn,))))
+    assert door.asked == []
+
+
+def test_all_ids_of_an_output_are_told() -> None:
+    """Those that its content has not, too: a token that ended it."""
+    door = ScriptedDoor({**generated("ab", [5, 6, 2], matched=2), "input_ids": [1]})
+    got = asyncio.run(Native(door).generate(Generate(segments=(Text("x"),))))
+    assert got.outputs[0].meta["output_ids"] == [5, 6, 2]
+    assert got.outputs[0].content == (Ids((5, 6), "ab"),)
+
+
 def event(text: str, ids: list[int], index: int | None = None, **meta: Any) -> dict[str, Any]:
     body = {"text": text, "output_ids": ids, "meta_info": {"finish_reason": None, **meta}}
     return body if index is None else {**body, "index": index}
@@ -188,6 +205,15 @@ def test_streamed_outputs_are_told_apart_and_their_logprobs_put_together() -> No
     assert [(piece.choice, piece.text) for piece in found] == [(0, "a"), (1, "x"), (1, "y"), (0, "b")]
     told = {piece.choice: piece.output.meta["output_token_logprobs"] for piece in found if piece.output}
     assert told == {0: [[-1.0, 1, None], [-1.0, 2, None]], 1: [[-1.0, 8, None], [-1.0, 9, None]]}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_prompts_ids_are_there_whichever_choice_ends_last(order: tuple[int, int]) -> None:
+    """The server tells them once, with its first choice."""
+    ends: list[dict[str, Any]] = [{**generated("a", [1]), "index": index} for index in order]
+    ends[order.index(0)]["input_ids"] = [7]
+    call = Generate(segments=HELLO, sampling=Sampling(n=2))
+    assert run(pieces(Native(ScriptedDoor(ends)), call))[-1].input_ids == (7,)
 
 
 def test_a_stream_that_ends_early_is_an_error() -> None:
@@ -226,7 +252,7 @@ def test_choices_are_scored_by_one_request() -> None:
 
 
 UNCONDITIONAL = Score(segments=HELLO, choices=("a", "bc"), unconditional=True)
-REFUSED = [RequestFailed("input must have a token", 400), ValueError("input must have a token")]
+REFUSED = [RequestFailed("input must have a token", 400), BadRequest("input must have a token")]
 
 
 def test_unconditional_scores_stand_after_bos() -> None:
@@ -264,14 +290,60 @@ def test_a_fill_generates_nothing() -> None:
 
 def test_a_program_s_end_is_told_and_its_report_comes_back() -> None:
     door = ScriptedDoor(
-        {"program": "p", "requests": 3}, RequestFailed("unknown", 404), RequestFailed("no", 500)
+        {"program": "p", "requests": 3},
+        RequestFailed("unknown", 404),
+        ProgramNotFound("unknown"),
+        RequestFailed("no", 500),
     )
     backend = Native(door)
     assert run(backend.end("p")) == {"program": "p", "requests": 3}
     assert door.asked == [("/programs/end", {"program": "p"})]
     assert run(backend.end("q")) is None
+    assert run(backend.end("q")) is None
     with pytest.raises(RequestFailed, match="no"):
         run(backend.end("r"))
+
+
+def test_an_engine_s_error_is_a_failed_request_too() -> None:
+    error = BadRequest("top_p must be at most 1, got 2", param="top_p")
+    backend = Native(ScriptedDoor(error, [event("a", [1]), error], ValueError("a mistake")))
+    generate = Generate(segments=HELLO)
+    for work in (backend.generate(generate), pieces(backend, generate)):
+        with pytest.raises(RequestFailed, match="top_p must be") as caught:
+            run(work)  # type: ignore[arg-type]
+        failed = caught.value
+        assert (failed.status, failed.code, failed.param) == (400, "invalid_value", "top_p")
+        assert failed.__cause__ is error
+    with pytest.raises(ValueError, match="a mistake"):
+        run(backend.generate(generate))
+
+
+OTHER: list[Any] = [
+    None,
+    "hello",
+    [],
+    {"nonsense": 1},
+    {"text": None, "output_ids": [1], "meta_info": {}},
+    {"text": "a", "output_ids": None, "meta_info": {"finish_reason": {"type": "length"}}},
+    {"text": "a", "output_ids": [1], "meta_info": {"finish_reason": "stop"}},
+    [generated("a", [1]), generated("b", [2])],
+]
+
+
+@pytest.mark.parametrize("answer", OTHER, ids=str)
+def test_an_answer_of_another_shape_names_the_route_and_shows_it(answer: Any) -> None:
+    backend = Native(ScriptedDoor(answer, [answer], answer))
+    generate = Generate(segments=HELLO)
+    works: list[Any] = [backend.generate(generate), pieces(backend, generate), backend.score(SCORE)]
+    for work in works:
+        with pytest.raises(RequestFailed, match="/generate has answered something else") as caught:
+            run(work)
+        assert repr(answer)[:20] in str(caught.value)
+
+
+def test_too_few_scores_are_an_answer_of_another_shape() -> None:
+    with pytest.raises(RequestFailed, match="/generate has answered something else"):
+        run(Native(ScriptedDoor(scores(([5], [-1.0])))).score(SCORE))
 
 
 def test_special_text_within_a_message_is_refused_before_anything_is_sent() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ import pydantic
 import pytest
 
 from sapwood.lang.errors import LangError
-from sapwood.lang.schema import converter_of, schema_of
+from sapwood.lang.schema import converter_of, name_of, schema_of
 
 
 class Colour(enum.Enum):
@@ -62,6 +64,36 @@ class Open(pydantic.BaseModel):
     name: str
 
 
+class Tree(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True)
+    planted: datetime.date
+    below: list[Tree] = []
+
+
+def another_inner() -> Any:
+    class Inner(pydantic.BaseModel):
+        leaf: Leaf2
+
+    class Leaf2(pydantic.BaseModel):
+        colour: Colour
+
+    Inner.model_rebuild(_types_namespace={"Leaf2": Leaf2})
+    return Inner
+
+
+Other = another_inner()
+
+
+@dataclass
+class Both:
+    inner: Inner
+    other: Other
+    leaf: Leaf
+    model: Model | None = None
+
+
+TODAY = datetime.date(2026, 2, 28)
+
 VALUES: list[tuple[Any, str, Any]] = [
     (Point, '{"x": 1}', Point(1)),
     (
@@ -77,11 +109,30 @@ VALUES: list[tuple[Any, str, Any]] = [
     (Literal["x", "y"], '"y"', "y"),
     (list[Point], '[{"x": 1, "y": 1.5}]', [Point(1, 1.5)]),
     (int, "7", 7),
+    (list[Inner], '[{"size": 3}, {"size": 4}]', [Inner(size=3), Inner(size=4)]),
+    (dict[str, Inner | None], '{"a": {"size": 3}, "b": null}', {"a": Inner(size=3), "b": None}),
+    (
+        list[Tree],
+        '[{"planted": "2026-02-28", "below": [{"planted": "2026-02-28"}]}]',
+        [Tree(planted=TODAY, below=[Tree(planted=TODAY)])],
+    ),
+    (
+        Both,
+        '{"inner": {"size": 1}, "other": {"leaf": {"colour": "red"}}, "leaf": {"value": 2}}',
+        Both(Inner(size=1), Other(leaf={"colour": Colour.RED}), Leaf(2)),
+    ),
 ]
 WRONG = {
     Point: ['{"x": "1"}', '{"y": 1}', '{"x": 1, "z": 2}', "[]"],
     Row: ['{"name": "n", "kind": "c"}', '{"name": "n"}', '{"name": "n", "kind": "a", "more": 1}'],
     Leaf: ['{"value": 1, "below": [{"value": 1, "more": 2}]}'],
+    list[Inner]: ['[{"size": -1}]', '[{"size": 1, "more": 1}]', '{"size": 1}'],
+    list[Tree]: ['[{"planted": "2026-02-28", "below": [{}]}]', '[{"planted": "2026-02-28", "more": 1}]'],
+    Both: [
+        '{"inner": {"leaf": {"colour": "red"}}, "other": {"size": 1}, "leaf": {"value": 2}}',
+        '{"inner": {"size": 1}, "other": {"leaf": {"colour": "blue"}}, "leaf": {"value": 2}}',
+        '{"inner": {"size": 1}, "other": {"leaf": {"value": 2}}, "leaf": {"value": 2}}',
+    ],
     Model: ['{"name": "m", "inner": [{"size": -1}]}', '{"name": "m", "inner": [{"size": 1, "more": 1}]}'],
 }
 
@@ -119,16 +170,16 @@ def test_what_has_no_schema_is_refused_by_name() -> None:
     class Bare:
         pass
 
-    for kind in (Bare, 3, complex):
+    for kind in (Bare, 3, complex, list[Bare], dict[str, complex]):
         with pytest.raises(TypeError, match="json_schema must be a pydantic model"):
             schema_of(kind)
     with pytest.raises(ValueError, match="Expecting"):
         schema_of("{not json")
 
 
-@pytest.mark.parametrize("kind", [Point, Model, Row])
+@pytest.mark.parametrize("kind", [Point, Model, Row, dict[str, Inner]])
 def test_an_output_that_was_cut_names_the_type_and_the_text(kind: Any) -> None:
-    with pytest.raises(LangError, match=f"the output is no {kind.__name__}") as caught:
+    with pytest.raises(LangError, match=re.escape(f"the output is no {name_of(kind)}")) as caught:
         converter_of(kind)('{"name": "n')
     assert '{"name": "n' in str(caught.value)
 

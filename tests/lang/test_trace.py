@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sapwood.lang.api import assistant, gen, ids, select, special, system, user
+from sapwood.lang.api import assistant, ids, special, system, user
 from sapwood.lang.backend import Ids, Text, Turn
 from sapwood.lang.backends.echo import Echo
+from sapwood.lang.outputs import gen, select
 from sapwood.lang.program import function
 from sapwood.lang.state import AsyncState, State
 from sapwood.lang.trace import Stop, Unknown, prefix_of, refuse, stable_prefix
