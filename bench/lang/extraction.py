@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from bench.lang.data import gsm8k
 from sapwood import State, function, gen
@@ -16,16 +18,16 @@ COUNT = 16
 class Facts:
     """What is asked of a text."""
 
-    people: list[str]
-    numbers: list[int]
-    asks_for: str
+    people: Annotated[list[Annotated[str, Meta(max_length=24)]], Meta(max_length=4)]
+    numbers: Annotated[list[int], Meta(max_length=8)]
+    asks_for: Annotated[str, Meta(max_length=60)]
 
 
 @function
 def program(s: State, text: str) -> None:
     s += INSTRUCTIONS
     s += "Text: " + text + "\nJSON: "
-    s += gen("facts", max_tokens=96, temperature=0, json_schema=Facts)
+    s += gen("facts", max_tokens=256, temperature=0, json_schema=Facts)
 
 
 INSTRUCTIONS = """Read the text and write down as JSON which people it names, which numbers it has,

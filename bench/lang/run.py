@@ -148,8 +148,9 @@ def main() -> None:
             print(f"{program:20} {seconds:6.1f} s  {ratios}  {told['result']}")
             print(f"{'':20} nothing twice: {told['nothing twice']}\n{'':20} used {told['used']}")
             print(f"{'':20} counted {told['counted']}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+            if args.json:
+                known = json.loads(args.json.read_text()) if args.json.exists() else {}
+                args.json.write_text(json.dumps(known | results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

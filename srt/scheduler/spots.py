@@ -26,19 +26,18 @@ if TYPE_CHECKING:
 END = -1
 """In the place of the next token: all that may come from the cache is cached."""
 
-Key = tuple[int, int, bool]
+Key = tuple[int, int]
 
 
 class Spot:
     """`matched` tokens of all who are here are cached, down to or inside the edge of `node`; `token` is next.
-    They `wait` for those that compute it, but for sequences that compute their whole prompt anyway.
-    """
+    They wait for those that compute it, if they may take it from the cache."""
 
-    __slots__ = ("computing", "entered", "matched", "node", "queue", "size", "token", "waits")
+    __slots__ = ("computing", "entered", "matched", "node", "queue", "size", "token")
 
     def __init__(self, node: Node, key: Key) -> None:
         self.node = node
-        self.matched, self.token, self.waits = key
+        self.matched, self.token = key
         self.computing: set[Sequence] = set()
         self.queue: dict[Line, list[tuple[tuple[int, ...], Sequence]]] = {}
         """By line a heap of the waiting sequences; those that have left are still in it."""
@@ -49,12 +48,12 @@ class Spot:
 
     @property
     def key(self) -> Key:
-        return self.matched, self.token, self.waits
+        return self.matched, self.token
 
     @property
     def blocked(self) -> bool:
         """Whether what comes next is being computed."""
-        return bool(self.computing) and self.waits and self.token != END
+        return bool(self.computing) and self.token != END
 
 
 class Listener(Protocol):
@@ -100,14 +99,10 @@ class Spots:
 
     def grew(self, parent: Node, child: Node) -> None:
         """`child` was added below `parent`."""
-        token = token_at(child.key, 0)
-        for waits in (True, False):
-            spot = self._take(parent, (parent.depth, token, waits))
-            if spot is None:
-                continue
-            for sequence in self._all(spot):
-                sequence.spot = None
-                self._place(sequence, parent)
+        spot = self._take(parent, (parent.depth, token_at(child.key, 0)))
+        for sequence in self._all(spot) if spot is not None else ():
+            sequence.spot = None
+            self._place(sequence, parent)
 
     def split(self, upper: Node, lower: Node) -> None:
         """`upper` was put in the midst of the edge to `lower`."""
@@ -123,7 +118,7 @@ class Spots:
         depth = into.depth
         for spot in [s for s in node.spots.values() if s.matched > depth]:
             del node.spots[spot.key]
-            there = into.spots.get((depth, token, spot.waits)) if into.spots is not None else None
+            there = into.spots.get((depth, token)) if into.spots is not None else None
             if there is None:
                 spot.matched, spot.token = depth, token
                 self._put(into, spot)
@@ -163,7 +158,7 @@ class Spots:
         if sequence.computes and token == END:
             return  # nobody needs to wait for it
         node = trace.child or self._tree.keep(trace.node)
-        key = (trace.matched, token, sequence.computes or sequence.request.reads_from < 0)
+        key = (trace.matched, token)
         if node.spots is None:
             node.spots = {}
         spot = node.spots.get(key)

@@ -65,7 +65,7 @@ def workloads() -> dict[str, Scenario]:
         found[policy] = fill(4, shape(30, 300, burst=10, chaos=0.5, options=chosen))
     drafting = {"speculative_algorithm": "auto"}
     found["drafts"] = fill(5, shape(60, 1500, output=40, repeats=True, burst=1, options=drafting))
-    found["grammars"] = fill(6, shape(40, 600, output=40, grammars=0.7, chaos=0.5, options=drafting))
+    found["grammars"] = fill(7, shape(40, 600, output=40, grammars=0.7, chaos=0.5, options=drafting))
     return found
 
 

@@ -73,7 +73,7 @@ def test_the_verdict_says_logprobs_only_if_the_tree_had_more() -> None:
     assert verdict(world, diverged) == (11, "diverged")
 
 
-def test_one_that_reads_its_prompt_waits_for_no_sibling() -> None:
+def test_one_that_reads_all_of_its_prompt_waits_for_no_sibling() -> None:
     world = World(num_slots=1024)
     world.submit(prompt(60), **LONG)
     reading = world.submit([*prompt(60), 8], **READ, **LONG)
@@ -84,6 +84,20 @@ def test_one_that_reads_its_prompt_waits_for_no_sibling() -> None:
     world.run()
     for key in (reading, plain):
         world.expect(key)
+    world.idle()
+
+
+def test_one_that_reads_the_end_of_its_prompt_waits_for_what_it_may_take() -> None:
+    world = World(num_slots=1024)
+    world.submit(prompt(60), **LONG)
+    reading = world.submit([*prompt(60), 8], **{**READ, "logprob_start": 61}, **LONG)
+    world.turn()
+    assert world.state.sequences[reading].row < 0
+    world.run()
+    admitted = world.clients[reading].admitted
+    assert admitted is not None
+    assert admitted.verdict.matched == 60
+    world.expect(reading)
     world.idle()
 
 
