@@ -129,10 +129,11 @@ class Scored(msgspec.Struct, kw_only=True):
 class Answer(msgspec.Struct, kw_only=True):
     """What a call gave: `outputs`, or for a Score each choice `scored`. `input_ids` are the tokens of its
     segments, if the backend tells them; `rewritten` the messages at which the chat template changed what
-    came before them."""
+    came before them; `meta` is the backend's meta information of a Score."""
 
     outputs: list[Output] = []
     scored: list[Scored] = []
+    meta: dict[str, Any] = {}
     input_ids: tuple[int, ...] | None = None
     rewritten: tuple[int, ...] = ()
 

@@ -48,7 +48,7 @@ class Batch:
         self._options = options
         self._progress_bar = progress_bar
         self._backend = backend_of(options.get("backend")) if items else None
-        self._arguments = [program.arguments((), self._named(i, item)) for i, item in enumerate(items)]
+        self._arguments = [self._arguments_of(i, item) for i, item in enumerate(items)]
         self._host = background()
         self._host.may_wait()
         self._prefix: Segments = ()
@@ -77,6 +77,13 @@ class Batch:
             return ()
         return prefix_of(self._program.func, [first, last], check)
 
+    def _arguments_of(self, number: int, item: Item) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            return self._program.arguments((), self._named(number, item))
+        except TypeError as e:
+            e.add_note(f"item {number} of batch_kwargs")
+            raise
+
     def _named(self, number: int, item: Item) -> dict[str, Any]:
         if isinstance(item, Mapping):
             return dict(item)
@@ -92,18 +99,16 @@ class Batch:
         with self._running():
             for cell in self._cells:
                 blocking(cell.over(), self._host.may_wait)
-        for cell in self._cells:
-            if cell.error is not None:
-                raise cell.error
+        for number, cell in enumerate(self._cells):
+            _raise(cell, number)
         return [cell.value for cell in self._cells]
 
     def one_by_one(self) -> Iterator[State]:
         """The states, each as soon as it and those before it are there."""
         with self._running():
-            for cell in self._cells:
+            for number, cell in enumerate(self._cells):
                 blocking(cell.over(), self._host.may_wait)
-                if cell.error is not None:
-                    raise cell.error
+                _raise(cell, number)
                 yield cell.value
 
     @contextlib.contextmanager
@@ -167,3 +172,11 @@ def _limit(limit: int | str) -> int:
     if not isinstance(limit, int) or limit < 1:
         raise ValueError(f'concurrency (num_threads) must be at least 1 or "auto", got {limit!r}')
     return limit
+
+
+def _raise(cell: Cell, number: int) -> None:
+    """The error of an item, if it has one."""
+    if cell.error is not None:
+        if isinstance(cell.error, Exception):
+            cell.error.add_note(f"item {number} of the batch")
+        raise cell.error

@@ -208,7 +208,7 @@ def _selection(line: Line, part: Selection, where: Where) -> None:
         cell.add(text)
         _go_on(line, answer, (Ids(ids, text),) if ids else (Text(text),) if text else ())
         rewritten = {"rewritten": [*answer.rewritten]} if answer.rewritten else {}
-        cell.set(text, decision.meta | rewritten)
+        cell.set(text, answer.meta | decision.meta | rewritten)
 
     line.put(Op(do, where, (cell,)))
 

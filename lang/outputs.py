@@ -221,6 +221,11 @@ def select(
     """
     if temperature > 1e-5:
         raise ValueError(f"select takes the best choice: temperature must be 0, got {temperature}")
+    if not callable(choices_method) or not hasattr(choices_method, "needs_unconditional"):
+        raise TypeError(
+            "choices_method is token_length_normalized, greedy_token_selection or"
+            f" unconditional_likelihood_normalized, got {choices_method!r}"
+        )
     return Selection(name, _texts(choices), choices_method)
 
 

@@ -26,6 +26,8 @@ async def end(backend: Backend, program: str) -> dict[str, Any] | None:
     """Tells the backend that a program is over, for its report. None fails because the backend does not hear
     of it: there the program times out."""
     task = asyncio.ensure_future(backend.end(program))
+    # Whoever waits here may be cancelled: then nobody asks for its error.
+    task.add_done_callback(lambda over: over.cancelled() or over.exception())
     done, late = await asyncio.wait([task], timeout=END_SECONDS)
     for one in late:
         one.cancel()

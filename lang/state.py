@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from sapwood.lang.context import messages_of
-from sapwood.lang.errors import Unsupported
+from sapwood.lang.errors import LangError, Unsupported
 from sapwood.lang.feed import (
     Cell,
     Feed,
@@ -199,6 +199,13 @@ class Value(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         return awaiting(self._ask()).__await__()
+
+    def _early(self, *_: object) -> NoReturn:
+        raise LangError("this is a value that comes later: await it before it is used, as in await s['x']")
+
+    # Else a forgotten await would put the text of this object into a prompt, or be true.
+    __str__ = __format__ = __bool__ = __len__ = __iter__ = __eq__ = __add__ = __radd__ = _early
+    __hash__ = object.__hash__
 
 
 class AsyncState(Writer):

@@ -1,12 +1,11 @@
-"""JSON extraction: what a text is about, as a value of a type."""
+"""JSON extraction: what a text is about, as a pydantic model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta
+from pydantic import BaseModel, Field
 
 from bench.lang.data import gsm8k
 from sapwood import State, function, gen
@@ -14,13 +13,12 @@ from sapwood import State, function, gen
 COUNT = 16
 
 
-@dataclass
-class Facts:
+class Facts(BaseModel):
     """What is asked of a text."""
 
-    people: Annotated[list[Annotated[str, Meta(max_length=24)]], Meta(max_length=4)]
-    numbers: Annotated[list[int], Meta(max_length=8)]
-    asks_for: Annotated[str, Meta(max_length=60)]
+    people: list[Annotated[str, Field(max_length=24)]] = Field(max_length=4)
+    numbers: list[int] = Field(max_length=8)
+    asks_for: str = Field(max_length=60)
 
 
 @function

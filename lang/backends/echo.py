@@ -64,6 +64,8 @@ class Echo:
         fail: Callable[[Call], BaseException | None] | None = None,
         unsupported: Sequence[str] = (),
     ) -> None:
+        if isinstance(answers, str):
+            raise TypeError(f"answers is a list of them or a rule, not one text: [{answers!r}]")
         self._rule = answers if callable(answers) else None
         self._list = iter(answers) if answers is not None and not callable(answers) else None
         self._delay = delay

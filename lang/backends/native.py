@@ -116,7 +116,8 @@ class Native:
         got = await self._post("/generate", body)
         with reading("/generate", got):
             scored = _scores(got, len(call.choices))
-            answer = Answer(scored=scored, input_ids=_input_ids(got), rewritten=_rewritten(got))
+            told = (_input_ids(got), _rewritten(got), dict(got["meta_info"]))
+        answer = Answer(scored=scored, input_ids=told[0], rewritten=told[1], meta=told[2])
         if call.unconditional:
             alone = await self._alone([[*one.ids] for one in scored])
             for one, other in zip(scored, alone, strict=True):

@@ -259,3 +259,27 @@ def test_a_program_keeps_its_functions_name_and_signature() -> None:
     assert list(inspect.signature(answer).parameters) == ["s", "q", "mark"]
     with pytest.raises(TypeError, match="a program's first argument is its state"):
         sgl.function(lambda: None)  # type: ignore[arg-type, misc]
+
+
+def test_an_error_says_which_item_it_is_of() -> None:
+    @sgl.function
+    def program(s: sgl.State, i: int) -> None:
+        s += sgl.gen("a", top_p=2.0 if i == 2 else 1.0)
+
+    def refuses(call: Call) -> BaseException | None:
+        wrong = isinstance(call, Generate) and call.sampling.top_p == 2.0
+        return sgl.RequestFailed("top_p", 400) if wrong else None
+
+    for generator_style in (False, True):
+        with pytest.raises(sgl.RequestFailed) as failed:
+            list(
+                program.run_batch(
+                    [{"i": i} for i in range(4)],
+                    backend=sgl.Echo(fail=refuses),
+                    generator_style=generator_style,
+                )
+            )
+        assert "item 2 of the batch" in failed.value.__notes__
+    with pytest.raises(TypeError) as wrong:
+        program.run_batch([{"i": 1}, {"j": 1}], backend=sgl.Echo())
+    assert "item 1 of batch_kwargs" in wrong.value.__notes__

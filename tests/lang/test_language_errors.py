@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import sapwood as sgl
 from sapwood.lang.backend import Call, Fill, Generate
 from sapwood.lang.backends.echo import Echo
+from sapwood.lang.run import end
 
 
 def failing(text: str) -> Callable[[Call], BaseException | None]:
@@ -387,3 +389,47 @@ def test_a_run_can_be_cancelled_from_within_from_outside_and_after_its_end() -> 
         return await program.run_async(backend=Echo())
 
     asyncio.run(done()).cancel()
+
+
+def test_a_value_that_was_not_awaited_is_never_used() -> None:
+    uses: list[Callable[[Any], Any]] = [
+        str, bool, len, list, lambda v: f"{v}", lambda v: v == "x", lambda v: v + "x", lambda v: "x" + v,
+    ]  # fmt: skip
+
+    @sgl.function
+    async def program(s: sgl.AsyncState) -> int:
+        s += sgl.gen("x")
+        for use in uses:
+            with pytest.raises(sgl.LangError, match="await it before"):
+                use(s["x"])
+        return len(await s["x"])
+
+    state = program.run(backend=sgl.Echo(["four"]))
+    assert state.ret_value == 4
+
+
+def test_wrong_kinds_are_named_where_they_are_given() -> None:
+    with pytest.raises(TypeError, match="not one text"):
+        sgl.Echo("ok")
+    with pytest.raises(TypeError, match="greedy_token_selection"):
+        sgl.select("a", ["x", "y"], choices_method="greedy")  # type: ignore[arg-type]
+
+
+def test_nobody_is_told_of_an_end_that_failed_when_the_run_is_cancelled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Gone(sgl.Echo):
+        async def end(self, program: str) -> dict[str, Any] | None:
+            await asyncio.sleep(0.01)
+            raise sgl.RequestFailed("gone")
+
+    async def main() -> None:
+        task = asyncio.ensure_future(end(Gone(), "p"))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0.03)
+        gc.collect()
+
+    asyncio.run(main())
+    assert "never retrieved" not in caplog.text
