@@ -140,13 +140,17 @@ class Run:
     async def _close(self, error: BaseException | None) -> None:
         cancelled = Cancelled("the program has ended before this was done")
         cancelled.__cause__ = error
+        told = error if isinstance(error, Exception) or error is None else cancelled
+        if told is not None:
+            for line in self.lines():
+                line.fail(told)  # before its task fails it by being cancelled
         for task in self._tasks:
             task.cancel()
         await self._idle()
         if error is None:
             await self._end()  # first, so that who has read all of a stream has the report
         for line in self.lines():
-            line.close(cancelled, error if isinstance(error, Exception) or error is None else cancelled)
+            line.close(cancelled, told)
         if error is not None:
             await self._end()
 

@@ -30,6 +30,8 @@ _STATUS = {
     "timeout_error": 504,
 }
 """What an error within a stream would have been answered with (else 500)."""
+_LATER = frozenset(("unavailable", "process_died", "slow_reader", "aborted", "closed", "draining", "loading"))
+"""Codes of errors of the server for which it answers 503: the request may be retried."""
 
 
 class Http:
@@ -126,7 +128,8 @@ class Http:
             event = None
         error = event.get("error") if isinstance(event, dict) else None
         if isinstance(error, dict):
-            raise failure(_STATUS.get(str(error.get("type")), 500), event)
+            other = 503 if error.get("code") in _LATER else 500
+            raise failure(_STATUS.get(str(error.get("type")), other), event)
         if not isinstance(event, dict) or error is not None:
             raise RequestFailed(f"the stream of {self.url}{path} has sent {_start(data)}", 500)
         return event

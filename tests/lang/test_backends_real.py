@@ -220,7 +220,10 @@ def test_the_backends_agree(server: Server, engine: Engine) -> None:
     assert scored[0] == scored[1]
     assert [one.logprobs for one in scored[2]] == [one.logprobs for one in scored[0]]
     unconditional = Score(segments=FRANCE, choices=choices, unconditional=True)
-    assert run(here.score(unconditional)) == run(there.score(unconditional))
+    answers = [run(backend.score(unconditional)) for backend in (here, there)]
+    assert answers[0].scored == answers[1].scored
+    assert answers[0].input_ids == answers[1].input_ids
+    assert {answer.meta["prompt_tokens"] for answer in answers} == {5}
     for backend in (here, there):
         assert run(backend.fill(Fill(segments=FRANCE, program="p"))).input_ids is not None
         assert run(backend.end("p"))["requests"] == 1

@@ -282,7 +282,7 @@ def test_errors_of_streams(server: Web) -> None:
     server.handler = stream
     with pytest.raises(RequestFailed, match="a process died") as caught:
         asyncio.run(listed(RuntimeEndpoint(server.url).events("/generate", {})))
-    assert (caught.value.status, caught.value.code, caught.value.param) == (500, "process_died", None)
+    assert (caught.value.status, caught.value.code, caught.value.param) == (503, "process_died", None)
 
     server.handler = failing(400, ERROR)
     with pytest.raises(RequestFailed, match="top_k must be") as caught:

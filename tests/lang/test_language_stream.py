@@ -106,3 +106,26 @@ def test_without_a_stream_the_text_comes_whole() -> None:
     state = two.run(backend=backend())
     assert list(state.text_iter()) == ["".join(WHOLE)]
     assert list(state.text_iter("a")) == ["one two"]
+
+
+@pytest.mark.parametrize("name", [None, "a"])
+def test_a_program_that_raises_while_a_request_is_pending_tells_its_readers_why(name: str | None) -> None:
+    @sgl.function
+    def program(s: sgl.State) -> None:
+        s += "Facts:" + sgl.gen("a")
+        raise KeyError("own")
+
+    @sgl.function
+    async def coroutine(s: sgl.AsyncState) -> None:
+        s += "Facts:" + sgl.gen("a")
+        raise KeyError("own")
+
+    async def main() -> None:
+        state = coroutine.stream(backend=Echo(delay=30))
+        async for _ in state.text_async_iter(name):
+            pass
+
+    with pytest.raises(KeyError, match="own"):
+        list(program.run(stream=True, backend=Echo(delay=30)).text_iter(name))
+    with pytest.raises(KeyError, match="own"):
+        asyncio.run(main())
