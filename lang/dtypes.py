@@ -1,60 +1,31 @@
-"""The `dtype` of a `gen`: the regular expression that its output follows, where it ends, and its value."""
+"""The `dtype` of a `gen`: the regular expression that its output follows, and where it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, overload
-
-from sapwood.lang.errors import LangError
-
-T = TypeVar("T")
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class DType(Generic[T]):
-    """`stop` ends a number where the model goes on with a space or a new line, which `regex` lets it do.
-    `read` makes the value of the text; it raises ValueError."""
+class DType(NamedTuple):
+    """`stop` ends a number where the model goes on with a space or a new line, which `regex` lets it do."""
 
-    name: str
     regex: str
     stop: tuple[str, ...]
-    read: Callable[[str], T]
-
-    def convert(self, text: str) -> T:
-        """The value of an output. Raises LangError, with the text, if it is none (it was cut, say)."""
-        try:
-            return self.read(text.strip())
-        except ValueError as e:
-            raise LangError(f"the output is no {self.name}: it is {text!r}") from e
-
-
-def _bool(text: str) -> bool:
-    if text not in ("True", "False"):
-        raise ValueError(text)
-    return text == "True"
-
-
-def _quoted(text: str) -> str:
-    if len(text) < 2 or text[0] != '"' or text[-1] != '"':
-        raise ValueError(text)
-    return text[1:-1]
 
 
 _SPACE = (" ", "\n")
-INT = DType("int", r"[-+]?[0-9]+[ \n]*", _SPACE, int)
-FLOAT = DType("float", r"[-+]?[0-9]*\.?[0-9]+[ \n]*", _SPACE, float)
-BOOL = DType("bool", r"(True|False)", (), _bool)
-STR = DType("str", r'"[^"\n]*"', (), _quoted)
-"""A text in quotes, on one line, without quotes in it; the value is what they hold."""
+INT = DType(r"[-+]?[0-9]+[ \n]*", _SPACE)
+FLOAT = DType(r"[-+]?[0-9]*\.?[0-9]+[ \n]*", _SPACE)
+BOOL = DType(r"(True|False)", ())
+STR = DType(r'"[^"\n]*"', ())
+"""A text in quotes, on one line, without quotes in it."""
 
-_BY_NAME: dict[Any, DType[Any]] = {
+_BY_NAME: dict[Any, DType] = {
     int: INT, "int": INT, float: FLOAT, "float": FLOAT, bool: BOOL, "bool": BOOL,
     str: STR, "str": STR, "string": STR,
 }  # fmt: skip
 
 
-def dtype_of(dtype: type | str) -> DType[Any]:
+def dtype_of(dtype: type | str) -> DType:
     """Of int, float, bool and str, or their names. Raises TypeError for any other."""
     found = _BY_NAME.get(dtype) if isinstance(dtype, (type, str)) else None
     if found is None:
@@ -70,12 +41,3 @@ def regex_of_dtype(dtype: type | str) -> str:
 def stops_of_dtype(dtype: type | str) -> tuple[str, ...]:
     """The stop strings that end an output of this type."""
     return dtype_of(dtype).stop
-
-
-@overload
-def converter_of_dtype(dtype: type[T]) -> Callable[[str], T]: ...
-@overload
-def converter_of_dtype(dtype: str) -> Callable[[str], Any]: ...
-def converter_of_dtype(dtype: Any) -> Callable[[str], Any]:
-    """Makes a value of the type of an output's text; raises LangError as DType.convert does."""
-    return dtype_of(dtype).convert
