@@ -35,6 +35,7 @@ from sapwood.kernels import machine, native
 from sapwood.srt.config import ModelSource, make
 from sapwood.srt.loader.sources import resolve
 from sapwood.srt.loader.weights import open_weights
+from sapwood.srt.models.cpu_ops import CpuOps
 from sapwood.srt.models.decoder import Batch, Decoder
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.weights import Storage
@@ -72,7 +73,7 @@ class Ours:
 
     def __init__(self, source: ModelSource, mode: Mode, room: int, rows: int) -> None:
         spec, weights = spec_of(source.config), open_weights(source)
-        self._decoder, self._room = Decoder(spec, weights, mode.storage, source.context_length), room
+        self._decoder, self._room = Decoder(spec, weights, CpuOps(mode.storage), source.context_length), room
         self.kv_dtype = choose_dtype(mode.kv, weights.formats)
         pool = KvPool(rows * room, spec.layers, spec.kv_heads, spec.head_dim, self.kv_dtype)
         self._table = torch.arange(rows * room, dtype=torch.int32).view(rows, room)

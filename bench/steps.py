@@ -32,7 +32,7 @@ from sapwood.srt.config import make
 from sapwood.srt.loader.sources import resolve
 from sapwood.srt.messages import RowStart, Step
 from sapwood.srt.params import SamplingParams
-from sapwood.srt.worker.loop import make_runner
+from sapwood.srt.worker.cpu import make_runner
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192)

@@ -55,15 +55,16 @@ class Inbox:
         self._socket = _bound(directory, role, index)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._watched: int | None = None
+        self._watched: list[int] = []
 
-    def watch(self, descriptor: int | None) -> None:
-        """Have `receive` return, with nothing, when this file descriptor too can be read (None: no more)."""
-        if self._watched is not None:
-            self._poller.unregister(self._watched)
-        if descriptor is not None:
+    def watch(self, *descriptors: int | None) -> None:
+        """Have `receive` return, with nothing, when one of these file descriptors too can be read, and no
+        more when one of those before can (None: none)."""
+        for descriptor in self._watched:
+            self._poller.unregister(descriptor)
+        self._watched = [descriptor for descriptor in descriptors if descriptor is not None]
+        for descriptor in self._watched:
             self._poller.register(descriptor, zmq.POLLIN)
-        self._watched = descriptor
 
     def receive(self, timeout: float | None) -> list[Any]:
         """The messages that are here, waiting up to `timeout` seconds (None: for ever) for the first; what
@@ -141,8 +142,12 @@ class Outbox:
 
     def send(self, *batch: Any) -> bool:
         """Send messages as one frame. False, and nothing sent, if the peer's queue is full."""
+        return self.send_frame(messages.encode(list(batch)))
+
+    def send_frame(self, frame: bytes) -> bool:
+        """Send a list of messages that is encoded already, as `send` does."""
         try:
-            self._socket.send(messages.encode(list(batch)), zmq.NOBLOCK)
+            self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

@@ -33,7 +33,7 @@ class Child:
         self, boot: Boot, module: str, env: dict[str, str], fds: Sequence[int], wake: Callable[[], None]
     ) -> None:
         self.role = boot.role
-        self.name = boot.role if boot.index == 0 else f"{boot.role} {boot.index}"
+        self.name = boot.name
         self.ready: Ready | None = None
         self.gone = False
         self.heard = time.monotonic()
@@ -50,6 +50,8 @@ class Child:
             boot.role,
             module,
             str(theirs.fileno()),
+            # Only for those who look at the system's list of processes.
+            *([f"rank={boot.rank}"] if boot.rank else []),
         ]
         try:
             # A session of its own: Ctrl-C reaches the launcher alone, which ends the others in order.

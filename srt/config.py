@@ -43,17 +43,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "safetensors", "gguf", "dummy"],
         Flag("`dummy` makes seeded random weights from the config alone"),
     ] = "auto"
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], Flag("what the model runs on; auto: an NVIDIA GPU if there is one")
+    ] = "auto"
+    tensor_parallel_size: Annotated[
+        int, Flag("workers, one a GPU (or, on a CPU, a process each), that share every layer", 1, 64)
+    ] = 1
     dtype: Annotated[
-        Literal["auto", "float32", "float16"],
+        Literal["auto", "float32", "float16", "bfloat16"],
         Flag(
-            "storage of the weights; auto: a GGUF's own types, float16 for float16, "
-            "float32 for float32 and bfloat16"
+            "storage of the weights; auto on a CPU: a GGUF's own types, float16 for float16, float32 for "
+            "float32 and bfloat16; auto on a GPU: float16 for float16, else bfloat16"
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "gguf", "w8", "w4"],
+        Literal["none", "gguf", "w8", "w4", "fp8"],
         Flag(
-            "round float weights to 8 or 4 bits at load, in blocks of 32; gguf: asks for a GGUF's own types"
+            "w8, w4 (CPU): round float weights to 8 or 4 bits at load, in blocks of 32; gguf (CPU): asks for "
+            "a GGUF's own types; fp8 (GPU): weights and activations in 8-bit floats"
         ),
     ] = "none"
     weight_cache: Annotated[
@@ -61,8 +68,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Flag("keep quantised weights as they were packed in the cache folder: the next start maps them"),
     ] = True
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "float16"],
-        Flag("storage of K and V; auto: float32 if all weights are stored so, else float16"),
+        Literal["auto", "float32", "float16", "bfloat16", "fp8_e4m3"],
+        Flag(
+            "storage of K and V; auto on a CPU: float32 if all weights are stored so, else float16; auto on "
+            "a GPU: as the activations; bfloat16, fp8_e4m3: GPU"
+        ),
     ] = "auto"
     context_length: Annotated[
         int | None, Flag("longest prompt plus output (default: the model's)", 2, 2**24)
@@ -149,7 +159,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     mem_fraction_static: Annotated[
         float | None,
         Flag(
-            "share of the free memory that the KV pool takes (default: 4 contexts, at most half)", 0.01, 0.99
+            "share of the memory that is left which the KV pool takes (default: on a CPU 4 contexts, at most "
+            "half; on a GPU 0.9)",
+            0.01,
+            0.99,
         ),
     ] = None
     chunked_prefill_size: Annotated[
@@ -231,8 +244,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Flag("threads of the worker (default: one a core, within the quota)", 1, 1024),
     ] = None
     attention_backend: Annotated[
-        Literal["auto", "cpu", "reference"], Flag("reference: plain torch, slow, for checking")
+        Literal["auto", "flashinfer", "cpu", "reference"],
+        Flag("auto: flashinfer on a GPU, else cpu; reference: plain torch, slow, for checking"),
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        Flag("GPU: attention that does not depend on the batch, somewhat slower (a CPU is always exact)"),
+    ] = False
+    disable_cuda_graph: Annotated[bool, Flag("GPU: launch each kernel of a decode step by itself")] = False
+    cuda_graph_max_bs: Annotated[
+        int | None, Flag("GPU: rows of the largest decode step that is captured (default: 256)", 1, 4096)
+    ] = None
     random_seed: Annotated[
         int | None, Flag("seed of the seeds drawn for requests without one (default: from the system)")
     ] = None
@@ -333,9 +355,9 @@ def add_flags(parser: argparse._ActionsContainer, but: Collection[str] = ()) -> 
             parser.add_argument(
                 option(name),
                 dest=name,
-                choices=_choices(kind) or None,
+                choices=choices(kind) or None,
                 help=help_text,
-                metavar=None if _choices(kind) else name.rpartition("_")[2].upper(),
+                metavar=None if choices(kind) else name.rpartition("_")[2].upper(),
             )
 
 
@@ -356,8 +378,8 @@ def parse(name: str, text: str, written: str) -> Any:
 
 def _wrong(name: str, written: str, value: Any) -> ConfigError:
     """What a field must be, and what was given as `written`."""
-    choices = _choices(_kind(name))
-    wanted = f"{', '.join(choices[:-1])} or {choices[-1]}" if choices else _WANTED[_plain(_kind(name))]
+    listed = choices(_kind(name))
+    wanted = f"{', '.join(listed[:-1])} or {listed[-1]}" if listed else _WANTED[_plain(_kind(name))]
     return ConfigError(f"{written} must be {wanted}, got {value!r}", param=name)
 
 
@@ -402,31 +424,6 @@ def _plain(kind: Any) -> Any:
     return kinds[0] if kinds else kind
 
 
-def _choices(kind: Any) -> tuple[str, ...]:
+def choices(kind: Any) -> tuple[str, ...]:
+    """The texts that a field may have; none of a field that may have others."""
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-
-
-def markdown() -> str:
-    """docs/configuration.md: one row for each field."""
-    lines = ["| flag | default | |", "|---|---|---|"]
-    for name, kind, flag in fields():
-        choices = ", ".join(f"`{choice}`" for choice in _choices(kind))
-        limits = f" ({choices})" if choices else ""
-        value = "" if default(name) is None else f"`{default(name)}`"
-        lines.append(f"| `{option(name)}` | {value} | {flag.help}{limits} |")
-    return "\n".join([*_PREFACE, "", *lines, ""])
-
-
-_PREFACE = (
-    "# Configuration",
-    "",
-    "Every flag of `sapwood serve`, made by `python -m sapwood.srt.config` from the fields of that file.",
-    "`--chunked-prefill-size 512` is `SAPWOOD_CHUNKED_PREFILL_SIZE=512` as an environment variable, and",
-    "`sapwood.Engine(chunked_prefill_size=512)` in Python. A flag wins over its variable; a switch has a",
-    "`--no-` form too. Lengths are in tokens, times in seconds. A flag may be given once; `_` counts as `-`;",
-    "`8k` is 8000 and `8K` is 8192. What the flags of SGLang and vLLM do here is in [flags.md](flags.md).",
-)
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

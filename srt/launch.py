@@ -2,6 +2,7 @@
 
     start ──all Ready──► watch ──a death──► Died to the server, 3 s, stop all (exit 1)
       │                    ├────a worker's death, with --restart-worker──► another worker, watch on
+      │                    │    (of several ranks one's death is all's: the others are killed)
       │                    └────a signal──► Drain to the server, wait for its end, stop all (exit 0)
       └──a death or a signal──► stop all
 
@@ -107,7 +108,7 @@ class Launcher:
     def prepare(self) -> None:
         """Make the folder of the sockets, `directory`, which `close` removes. `start` does it if need be."""
         self.directory = tempfile.mkdtemp(prefix="sapwood-")
-        if len(os.fsencode(self.directory)) + len("/tokenizer-63") > MAX_SOCKET_PATH:
+        if len(os.fsencode(self.directory)) + len("/worker.63-999") > MAX_SOCKET_PATH:
             os.rmdir(self.directory)
             raise ConfigError(
                 f"the folder for temporary files is too deep for sockets (at most {MAX_SOCKET_PATH} bytes): "
@@ -123,8 +124,11 @@ class Launcher:
             self.prepare()
         # All at once, so that their imports overlap.
         for role in sorted(self._roles, key=ORDER.index):
-            for index in range(self._config.tokenizer_workers if role == "tokenizer" else 1):
-                self._spawn(role, index)
+            if role == "worker":
+                self._spawn_worker(0)
+            else:
+                for index in range(self._config.tokenizer_workers if role == "tokenizer" else 1):
+                    self._spawn(role, index)
         if self._listener is not None:
             # The server has its own copy: when it closes that one, the port is free.
             self._listener.close()
@@ -135,13 +139,18 @@ class Launcher:
         self._tell("server", serve)
         return serve
 
-    def _spawn(self, role: str, index: int) -> None:
+    def _spawn_worker(self, index: int) -> None:
+        """All of its ranks, which find each other as they start."""
+        for rank in range(self._config.tensor_parallel_size):
+            self._spawn("worker", index, rank)
+
+    def _spawn(self, role: str, index: int, rank: int = 0) -> None:
         env = child.environment()
         fds = []
         if role == "server" and self._listener is not None:
             fds = [self._listener.fileno()]
             env["SAPWOOD_LISTEN_FD"] = str(fds[0])
-        boot = Boot(self._config, self._source, self.directory, role, index)
+        boot = Boot(self._config, self._source, self.directory, role, index, rank)
         module = self._roles[role]
         self._children.append(Child(boot, module, env, fds, lambda: self._events.put(None)))
 
@@ -220,12 +229,13 @@ class Launcher:
 
     def _check(self) -> None:
         for c in list(self._children):
-            if c.ended():
+            # Several ranks of a worker may be dead, but it is replaced once.
+            if c in self._children and c.ended():
                 self._lose(c, c.post_mortem())
         self._excuse()
         limit = self._config.heartbeat_timeout
         for c in list(self._children):
-            if self._checked - c.heard > limit:
+            if c in self._children and self._checked - c.heard > limit:
                 c.kill()
                 self._lose(
                     c, ProcessDied(f"{c.name} was killed: no heartbeat for {limit:g} s (--heartbeat-timeout)")
@@ -281,14 +291,18 @@ class Launcher:
                 details=error.details,
             )
         self._replaced.append(now)
-        self._children.remove(c)
-        child.stop([c])
+        ranks = self._named("worker")
+        self._children = [c for c in self._children if c not in ranks]
+        for rank in ranks:
+            # Not politely: whom the launcher hangs up on takes the folder of the sockets along.
+            rank.kill()
+        child.stop(ranks)
         details = f"\n{error.details.rstrip()}" if error.details else ""
         logger.error("%s; another one is being started (--restart-worker)%s", error.message, details)
         self._lost = f"{error.message}; another one is being started"
         for role in ("scheduler", "server"):
             self._tell(role, Restart(self._workers, error.message))
-        self._spawn("worker", self._workers)
+        self._spawn_worker(self._workers)
         self._workers += 1
 
     def _welcome(self) -> None:

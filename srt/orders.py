@@ -13,7 +13,7 @@ from sapwood.srt.messages import Message
 class Boot(Message):
     """The first message a child gets: all that it needs to know.
 
-    `index` tells tokenizers apart, and a worker from those before it.
+    `index` tells tokenizers apart, and a worker from those before it; `rank` the workers of one model.
     """
 
     config: Config
@@ -21,6 +21,18 @@ class Boot(Message):
     directory: str
     role: str
     index: int = 0
+    rank: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the process is called where people read it."""
+        numbered = f"{self.role} {self.index}" if self.index else self.role
+        return f"{numbered} rank {self.rank}" if self.rank else numbered
+
+
+def inbox_of(rank: int) -> str:
+    """What the inbox of the worker with this rank is called, beside its index (see channel.py)."""
+    return f"worker.{rank}" if rank else "worker"
 
 
 class Beat(Message):
@@ -57,8 +69,8 @@ class Died(Message):
 
 
 class Restart(Message):
-    """Launcher → scheduler, server: the worker has died, which `message` tells; another one is being started,
-    with this index."""
+    """Launcher → scheduler, server: the worker (a rank of it, and so all) has died, which `message` tells;
+    another one is being started, with this index."""
 
     index: int
     message: str

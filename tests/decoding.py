@@ -15,12 +15,13 @@ from sapwood.srt import messages
 from sapwood.srt.config import make
 from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.messages import RowStart, Step
+from sapwood.srt.models.cpu_ops import CpuOps
 from sapwood.srt.models.decoder import Batch, Decoder
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.weights import Storage
 from sapwood.srt.params import SamplingParams
+from sapwood.srt.worker.cpu import make_runner
 from sapwood.srt.worker.fused import FusedForward
-from sapwood.srt.worker.loop import make_runner
 from tests.models import source_of
 
 
@@ -31,7 +32,7 @@ class Sequence:
     `fused`: as the worker does, with all layers in one call, not op by op.
     """
 
-    decoder: Decoder
+    decoder: Decoder[Any]
     room: int
     rows: int = 1
     fused: bool = False
@@ -62,7 +63,8 @@ class Sequence:
         )
         self.lengths = [start + count for start, count in parts]
         hidden = self.forward(batch)
-        return self.decoder.logits(hidden, torch.arange(len(batch.ids), dtype=torch.int32)).clone()
+        index = torch.arange(len(batch.ids), dtype=torch.int32, device=hidden.device)
+        return self.decoder.logits(hidden, index).clone()
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         (found,) = self.greedy_together([prompt], count)
@@ -89,9 +91,9 @@ class Sequence:
         )  # fmt: skip
 
 
-def decoder_of(path: Path, storage: Storage = "float32", **options: Any) -> Decoder:
+def decoder_of(path: Path, storage: Storage = "float32", **options: Any) -> Decoder[Any]:
     source = source_of(path, skip_tokenizer_init=True, **options)
-    return Decoder(spec_of(source.config), open_weights(source), storage, source.context_length)
+    return Decoder(spec_of(source.config), open_weights(source), CpuOps(storage), source.context_length)
 
 
 def greedy_in_mixed_steps(path: Path, prompts: list[list[int]], count: int, chunk: int) -> list[list[int]]:

@@ -15,9 +15,9 @@ from sapwood.srt import messages
 from sapwood.srt.config import make
 from sapwood.srt.messages import GrammarLoaded, LoadGrammar, RowStart, Step, StepResult, TokenLogprob
 from sapwood.srt.params import SamplingParams
-from sapwood.srt.worker.grammars import Grammars
+from sapwood.srt.worker.cpu import make_runner
+from sapwood.srt.worker.grammars import Grammars, make_grammars
 from sapwood.srt.worker.kv_pool import KvPool
-from sapwood.srt.worker.loop import make_grammars, make_runner
 from sapwood.srt.worker.runner import Runner
 from tests.models import VOCAB, source_of
 

@@ -138,23 +138,19 @@ private:
         });
     }
 
-    // Adds a branch's last product to the hidden states, after a norm of its own if it has one.
+    // Adds a branch's last product, its bias and a norm of its own if it has them, to the hidden states.
     template <class Produce>
     void into_hidden(const Packed &weight, const float *bias, const float *norm,
                      const Produce &produce) const {
         const int64_t size = model.hidden;
-        if (!norm) {
-            product(weight, args.m, produce, hidden, true, threads);
-            if (bias) rows(size, [&](int64_t r) { add_to(hidden + r * size, bias, size); });
-            return;
-        }
+        if (!norm && !bias) return product(weight, args.m, produce, hidden, true, threads);
         static thread_local Scratch memory;
         float *branch = memory.of<float>((size_t)(args.m * size));
         product(weight, args.m, produce, branch, false, threads);
         rows(size, [&](int64_t r) {
             float *row = branch + r * size;
             if (bias) add_to(row, bias, size);
-            norm_one(row, norm, model.eps, size, row);
+            if (norm) norm_one(row, norm, model.eps, size, row);
             add_to(hidden + r * size, row, size);
         });
     }

@@ -25,7 +25,8 @@ def gated_mul(gate_up: Tensor, activation: str, out: Tensor) -> None:
 
 
 def gated_mul_reference(gate_up: Tensor, activation: str, out: Tensor) -> None:
-    gate, up = gate_up.chunk(2, dim=-1)
+    """The same on any device and of any type: float32 inside (or float64), rounded once."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
     if activation == "silu":
         out.copy_(torch.nn.functional.silu(gate) * up)
     else:

@@ -22,7 +22,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    out.copy_(weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)))
+    """The same on any device, x and out of any type: float32 inside (or float64), rounded once."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    out.copy_(weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)))
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -42,4 +44,5 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def head_norm_reference(x: Tensor, weight: Tensor, eps: float) -> None:
-    x.copy_(weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)))
+    """The same on any device and of any type."""
+    rms_norm_reference(x, weight, eps, x)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels.native import kernels
+from sapwood.kernels.ops.dense import FP8, LARGEST_FP8
 from sapwood.kernels.ops.expect import DTYPE_CODES, expect
 
 
@@ -68,13 +69,39 @@ def rope_store_reference(
     for position, slot in zip(positions.tolist(), slots.tolist(), strict=True):
         if not (0 <= position < table.shape[0] and 0 <= slot < k_pool.shape[0]):
             raise IndexError(_outside(position, slot, table, k_pool))
+    rope_reference(qkv, positions, table, hq, hkv, d)
+    store_kv(qkv, slots, hq, hkv, d, k_pool, v_pool)
+
+
+def rope_reference(qkv: Tensor, positions: Tensor, table: Tensor, hq: int, hkv: int, d: int) -> None:
+    """Rotate q and k of each token in place, on any device and of any type: float32 inside, rounded once.
+
+    qkv, positions and table as in `rope_store`; positions are not checked.
+    """
     heads = qkv.view(qkv.shape[0], hq + 2 * hkv, d)
-    cos, sin = table[positions.long()][:, None, :].chunk(2, dim=-1)
+    cos, sin = table.index_select(0, positions)[:, None, :].chunk(2, dim=-1)
     rotated = heads[:, : hq + hkv, : table.shape[-1]]
-    low, high = (part.clone() for part in rotated.chunk(2, dim=-1))
+    low, high = rotated.to(torch.promote_types(qkv.dtype, torch.float32)).chunk(2, dim=-1)
     rotated.copy_(torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1))
-    k_pool[slots.long()] = heads[:, hq : hq + hkv].to(k_pool.dtype)
-    v_pool[slots.long()] = heads[:, hq + hkv :].to(v_pool.dtype)
+
+
+def store_kv(qkv: Tensor, slots: Tensor, hq: int, hkv: int, d: int, k_pool: Tensor, v_pool: Tensor) -> None:
+    """Round K and V of each token to the pool's type and store them, on any device and of any type.
+
+    qkv and slots as in `rope_store`; pools of any floats [slots, hkv, d]: what is beyond the range of
+    float8_e4m3fn becomes its end. Slots are not checked.
+    """
+    heads, index = qkv.view(qkv.shape[0], hq + 2 * hkv, d), slots.long()
+    for pool, values in ((k_pool, heads[:, hq : hq + hkv]), (v_pool, heads[:, hq + hkv :])):
+        if pool.dtype is FP8:
+            pool.view(torch.uint8)[index] = saturated_fp8(values).view(torch.uint8)
+        else:
+            pool[index] = values.to(pool.dtype)
+
+
+def saturated_fp8(values: Tensor) -> Tensor:
+    """Values of any floats in float8_e4m3fn, those beyond its range at its end (some torch make them NaN)."""
+    return values.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
 
 
 def _outside(position: int, slot: int, table: Tensor, pool: Tensor) -> str:

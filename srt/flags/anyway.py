@@ -14,16 +14,9 @@ ANYWAY: tuple[Entry, ...] = (
         vllm="enable_prompt_tokens_details?",
     ),
     *group(
-        "anyway", "answers are exact whatever runs beside them", sglang="enable_deterministic_inference?=*"
-    ),
-    *group(
         "anyway",
-        "on a CPU there are no CUDA graphs",
-        sglang="""
-        disable_cuda_graph?=* disable_cuda_graph_padding?=* disable_decode_cuda_graph?=*
-        disable_prefill_cuda_graph?=* disable_piecewise_cuda_graph?=*
-        """,
-        vllm="enforce_eager?=*",
+        "decode steps alone are captured as CUDA graphs",
+        sglang="disable_prefill_cuda_graph?=* disable_piecewise_cuda_graph?=*",
     ),
     *group(
         "anyway",

@@ -8,21 +8,14 @@ _CACHE = "there is one radix cache, in the worker's memory"
 
 REFUSED_ENGINE: tuple[Entry, ...] = (
     # ---- devices and parallelism
+    *group("refused", "the model runs on an NVIDIA GPU or on the CPU", sglang="mlx_enable_sampling?"),
     *group(
         "refused",
-        "CUDA and other accelerators need the NVIDIA worker, which is not there yet",
-        both="device=auto|cpu",
-        sglang="mlx_enable_sampling?",
-    ),
-    *group(
-        "refused",
-        "tensor parallelism needs the NVIDIA worker",
-        both="tensor_parallel_size=1",
+        "every layer is shared out in one way among --tensor-parallel-size workers",
         sglang="""
-        tp_size=1 tp=1 moe_dense_tp_size=1 enable_attn_tp_input_scattered? disable_attn_tp_gather?
+        moe_dense_tp_size=1 enable_attn_tp_input_scattered? disable_attn_tp_gather?
         enable_dense_mlp_attn_tp? enable_shared_experts_attn_tp? enable_p2p_check?
         """,
-        vllm="-tp=1",
     ),
     *group(
         "refused",
@@ -229,24 +222,23 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
     *group(
         "refused",
         "one attention algorithm does prefill and decode",
-        sglang="decode_attention_backend=cpu prefill_attention_backend=cpu",
+        sglang="decode_attention_backend=cpu|flashinfer prefill_attention_backend=cpu|flashinfer",
         vllm="attention_config -ac override_attention_dtype",
         instead="use --attention-backend",
     ),
     *group(
         "refused",
-        "there are no CUDA graphs on a CPU",
+        "CUDA graphs are of decode steps, of sizes of their own up to --cuda-graph-max-bs",
         sglang="""
-        cuda_graph_config cuda_graph_backend_decode=disabled cuda_graph_backend_prefill=disabled
-        cuda_graph_max_bs cuda_graph_bs+ cuda_graph_max_bs_decode cuda_graph_max_bs_prefill
+        cuda_graph_config cuda_graph_backend_decode=full cuda_graph_backend_prefill=disabled
+        cuda_graph_bs+ cuda_graph_max_bs_prefill disable_cuda_graph_padding? disable_decode_cuda_graph?
         cuda_graph_bs_decode+ cuda_graph_bs_prefill+ cuda_graph_tc_compiler
         enable_profile_cuda_graph? enable_cudagraph_gc? debug_cuda_graph?
         enable_breakable_cuda_graph? enable_piecewise_cuda_graph? piecewise_cuda_graph_max_tokens
         piecewise_cuda_graph_tokens+ piecewise_cuda_graph_compiler
         """,
         vllm="""
-        cudagraph_capture_sizes+ cuda_graph_sizes+ max_cudagraph_capture_size=0
-        max_seq_len_to_capture
+        cudagraph_capture_sizes+ cuda_graph_sizes+ max_seq_len_to_capture
         """,
     ),
     *group(
@@ -262,7 +254,7 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
     ),
     *group(
         "refused",
-        "that kernel is for GPUs, and needs the NVIDIA worker",
+        "which kernel computes what is not chosen one by one: see --attention-backend and --deterministic",
         sglang="""
         fp8_gemm_backend=auto fp8_gemm_runner_backend=auto fp4_gemm_backend=auto
         fp4_gemm_runner_backend=auto bf16_gemm_backend=auto dsa_prefill_backend

@@ -5,13 +5,13 @@ from __future__ import annotations
 from sapwood.srt.flags.entry import ANY, FALSE, TRUE, Entry, Vocabulary, same
 
 _NOT_PICKLE = "pickled weights are never loaded: convert them to safetensors"
-_NO_BFLOAT16 = "bfloat16 weights are computed as float32 (auto) or float16 on a CPU"
-_NOT_STORED = "K and V are stored as float32 or float16"
-_NVIDIA = "that attention backend needs the NVIDIA worker"
+_NOT_STORED = "K and V are stored as float32, float16, bfloat16 or fp8_e4m3"
+_ONE_KERNEL = "on a GPU attention is FlashInfer's"
+_NO_DEVICE = "the model runs on an NVIDIA GPU or on the CPU"
 _OTHER_BACKEND = "that attention backend is not for this runtime"
-_QUANTIZATION = {name: name for name in ("none", "gguf", "w8", "w4")}
+_QUANTIZATION = {name: name for name in ("none", "gguf", "w8", "w4", "fp8")}
 _OTHER_QUANTIZATION = (
-    "what is computed on is a GGUF's own types, or floats rounded at load: none, gguf, w8 or w4"
+    "what is computed on is a GGUF's own types, or floats rounded at load: none, gguf, w8, w4 or fp8"
 )
 _TOOL_CALLS = {
     **{name: name for name in ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")},
@@ -62,6 +62,12 @@ OUR_NAMES: tuple[Entry, ...] = (
         for name in names.split()
         for entry in same(name, name, vocabulary, switch=name in _SWITCHES, listed=name in _LISTED)
     ),
+    *same("device", "device", "both", wrong={ANY: _NO_DEVICE}, becomes={
+        "auto": "auto", "cpu": "cpu", "cuda": "cuda"
+    }),
+    *same("tensor_parallel_size", "tensor_parallel_size", "both"),
+    *same("disable_cuda_graph", "disable_cuda_graph", "sglang", switch=True),
+    *same("cuda_graph_max_bs", "cuda_graph_max_bs", "sglang"),
     *same(
         "load_format",
         "load_format",
@@ -70,17 +76,17 @@ OUR_NAMES: tuple[Entry, ...] = (
         wrong={"pt": _NOT_PICKLE, "npcache": _NOT_PICKLE},
     ),
     *same("dtype", "dtype", "both", becomes={
-        "half": "float16", "float": "float32", "torch.float16": "float16", "torch.float32": "float32"
-    }, wrong=dict.fromkeys(("bfloat16", "bf16", "torch.bfloat16"), _NO_BFLOAT16)),
+        "half": "float16", "float": "float32", "torch.float16": "float16", "torch.float32": "float32",
+        "bf16": "bfloat16", "torch.bfloat16": "bfloat16",
+    }),
     *same("quantization", "quantization -q", "both", becomes=_QUANTIZATION, wrong={ANY: _OTHER_QUANTIZATION}),
     *same(
         "kv_cache_dtype",
         "kv_cache_dtype",
         "both",
-        becomes={"half": "float16", "float": "float32"},
+        becomes={"half": "float16", "float": "float32", "fp8": "fp8_e4m3", "bf16": "bfloat16"},
         wrong=dict.fromkeys(
-            ("fp8", "fp8_e5m2", "fp8_e4m3", "fp8_inc", "fp8_ds_mla", "bf16", "bfloat16", "mxfp8", "nvfp4",
-             "fp4_e2m1", "fp4_mx_block16"),
+            ("fp8_e5m2", "fp8_inc", "fp8_ds_mla", "mxfp8", "nvfp4", "fp4_e2m1", "fp4_mx_block16"),
             _NOT_STORED,
         ),
     ),
@@ -116,9 +122,9 @@ OUR_NAMES: tuple[Entry, ...] = (
         becomes={"torch_native": "reference", "cpu_attn": "cpu"},
         wrong={
             **dict.fromkeys(
-                ("triton", "flashinfer", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha",
+                ("triton", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha",
                  "flash_attn", "triton_attn", "flex_attention", "xformers", "flashinfer_mla"),
-                _NVIDIA,
+                _ONE_KERNEL,
             ),
             **dict.fromkeys(
                 ("torch_sdpa", "intel_amx", "ascend", "aiter", "wave", "intel_xpu", "rocm_flash"),
@@ -137,6 +143,14 @@ ALIASES: tuple[Entry, ...] = (
         "-1": "the length is not fitted to the memory: give a number",
     }),
     *same("served_model_name", "served_model_name", "both", listed=True, note="one name; default works too"),
+    *same("tensor_parallel_size", "tp_size tp", "sglang"),
+    *same("tensor_parallel_size", "-tp", "vllm"),
+    *same("deterministic", "enable_deterministic_inference", "sglang", switch=True, note=(
+        "of a GPU; on a CPU answers are exact anyway"
+    )),
+    *same("disable_cuda_graph", "enforce_eager", "vllm", switch=True),
+    *same("cuda_graph_max_bs", "cuda_graph_max_bs_decode", "sglang"),
+    *same("cuda_graph_max_bs", "max_cudagraph_capture_size", "vllm"),
     *same("tokenizer_workers", "tokenizer_worker_num", "sglang"),
     *same("mem_fraction_static", "gpu_memory_utilization", "vllm", note=(
         "a share of the free memory, for the KV pool alone"

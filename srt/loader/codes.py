@@ -46,6 +46,13 @@ class Codes(NamedTuple):
             out += self.lows[:, :, None]
         return out.reshape(n, -1)[:, :k]
 
+    def cut(self, columns: range) -> Codes:
+        """Those columns, which begin with a group."""
+        groups = slice(columns.start // self.group, -(-columns.stop // self.group))
+        lows = None if self.lows is None else self.lows[:, groups]
+        codes = self.codes[:, columns.start : columns.stop]
+        return Codes(codes, self.scales[:, groups], lows, self.group)
+
     def fit(self, format: str) -> Codes:
         """The same weights in the codes of a packed format that holds them (see `common_format`)."""
         codes, scales, lows, group = self

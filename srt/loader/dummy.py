@@ -1,4 +1,5 @@
-"""Random weights from a config alone, the same in every process: for tests and for measuring."""
+"""Random weights from a config alone, the same in every process on a device of a kind: for tests and for
+measuring."""
 
 from __future__ import annotations
 
@@ -17,18 +18,22 @@ ROWS = 64
 
 
 class DummyReader:
-    """Matrices keep the scale of their input; norms are ones; each tensor is seeded by its name."""
+    """Matrices keep the scale of their input; norms are ones; each tensor is seeded by its name.
+
+    Matrices are drawn on `device`, where a large model takes seconds, and stay there.
+    """
 
     place = "dummy weights"
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, device: torch.device | None = None) -> None:
         self.shapes: Mapping[str, tuple[int, ...]] = tensor_shapes(spec)
+        self._device = device or torch.device("cpu")
 
     def read(self, name: str) -> Tensor:
         shape = self.shapes[name]
         if len(shape) == 1 and name.endswith(".weight"):
             return torch.ones(shape)
-        return self._rows(name, 0, shape[0])
+        return self._rows(name, 0, shape[0]).cpu()
 
     def kind(self, name: str) -> str:
         return "random"
@@ -42,7 +47,8 @@ class DummyReader:
         shape, first = self.shapes[name], begin // ROWS
         blocks = []
         for index in range(first, -(-end // ROWS)):
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{name}:{index}".encode()))
-            rows = min(ROWS, shape[0] - index * ROWS)
-            blocks.append(torch.randn((rows, *shape[1:]), generator=generator).mul_(shape[-1] ** -0.5))
+            generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{name}:{index}".encode()))
+            size = (min(ROWS, shape[0] - index * ROWS), *shape[1:])
+            drawn = torch.randn(size, generator=generator, device=self._device)
+            blocks.append(drawn.mul_(shape[-1] ** -0.5))
         return torch.cat(blocks)[begin - first * ROWS : end - first * ROWS].contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,28 @@ class Matrix:
         """Some of its rows in float32."""
         rows = self.rows(begin, end)
         return torch.from_numpy(rows.values()) if isinstance(rows, Codes) else rows
+
+    def cut(self, rows: range | None, columns: range | None) -> Matrix:
+        """Those rows and columns of it. Raises ModelError for columns that part a group of codes."""
+        down, across = rows or range(self.n), columns or range(self.k)
+
+        def some(begin: int, end: int) -> Tensor | Codes:
+            values = self.rows(down.start + begin, down.start + end)
+            if len(across) == self.k:
+                return values
+            if isinstance(values, Codes):
+                return self._codes(values, across)
+            return values[:, across.start : across.stop].contiguous()
+
+        return replace(self, n=len(down), k=len(across), rows=some)
+
+    def _codes(self, values: Codes, across: range) -> Codes:
+        if across.start % values.group or (across.stop % values.group and across.stop < self.k):
+            raise ModelError(
+                f"{self.name}: its {self.kind} values come in groups of {values.group}: they cannot be "
+                f"shared out from {across.start} to {across.stop} (--tensor-parallel-size)"
+            )
+        return values.cut(across)
 
 
 def pack_matrices(matrices: Sequence[Matrix], storage: Storage) -> PackedWeight:

@@ -12,6 +12,7 @@ from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import ConfigError, ModelError
 from sapwood.srt.loader import folder, gguf_model, hub, packaged, wheels
 from sapwood.srt.loader.found import Found
+from sapwood.srt.models.parallel import shard_of
 from sapwood.srt.models.registry import architecture_of, longest_context, spec_of
 from sapwood.srt.models.spec import MAX_LENGTH, integer
 
@@ -34,6 +35,7 @@ def resolve(config: Config) -> ModelSource:
         spec = spec_of(found.config)
     except ModelError as e:
         raise ModelError(f"{found.path}: {e.message}") from None
+    shard_of(spec, 0, config.tensor_parallel_size)  # of all ranks' parts the first is the least
     return ModelSource(
         name=config.served_model_name or found.name,
         format=found.format,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,10 +14,10 @@ from sapwood.kernels.ops.gemm import PackedWeight
 from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import ModelError
 from sapwood.srt.loader.kept_weights import KeptWeights
-from sapwood.srt.loader.packing import Matrix, pack_matrices
+from sapwood.srt.loader.packing import PIECE, Matrix, pack_matrices
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.spec import EMBEDDING, HEAD, DecoderSpec, tensor_shapes
-from sapwood.srt.models.weights import Storage
+from sapwood.srt.models.weights import Part, Storage
 
 _log = logging.getLogger("sapwood")
 _SHOWN = 5
@@ -77,16 +77,29 @@ class Weights:
     def names(self) -> Collection[str]:
         return self._names
 
-    def linear(self, names: Sequence[str], storage: Storage) -> PackedWeight:
-        weight = self._kept.get(names) if self._kept else None
+    def linear(self, names: Sequence[Part | str], storage: Storage) -> PackedWeight:
+        """The rows of these matrices, or parts of them, one after another, as one weight."""
+        parts = [Part(name) if isinstance(name, str) else name for name in names]
+        labels = [str(part) for part in parts]
+        weight = self._kept.get(labels) if self._kept else None
         if weight is None:
-            weight = pack_matrices([self._reader.matrix(name) for name in names], storage)
+            weight = pack_matrices([self._matrix(part) for part in parts], storage)
         if self._kept:
-            self._kept.add(names, weight)
+            self._kept.add(labels, weight)
         noted = _NOTED if storage == "stored" else {}
-        kinds = (self._reader.kind(name) for name in names)
+        kinds = (self._reader.kind(part.name) for part in parts)
         self._packed.append((weight, {noted.get(kind, kind) for kind in kinds}))
         return weight
+
+    def floats(self, parts: Sequence[Part]) -> Iterator[Tensor]:
+        for matrix in map(self._matrix, parts):
+            step = max(1, PIECE // matrix.k)
+            for begin in range(0, matrix.n, step):
+                yield matrix.floats(begin, min(matrix.n, begin + step))
+
+    def _matrix(self, part: Part) -> Matrix:
+        whole = self._reader.matrix(part.name)
+        return whole if part.rows is part.columns is None else whole.cut(part.rows, part.columns)
 
     def vector(self, name: str) -> Tensor:
         return self._reader.read(name)
@@ -109,13 +122,15 @@ class Weights:
         )
 
 
-def open_weights(source: ModelSource, kept: KeptWeights | None = None) -> Weights:
+def open_weights(
+    source: ModelSource, kept: KeptWeights | None = None, device: torch.device | None = None
+) -> Weights:
     """The weights of `source`, ready to be packed unless they are `kept`; ModelError names the file or tensor
-    at fault."""
-    return Weights(_reader(source), spec_of(source.config), kept)
+    at fault. Dummies' floats are drawn on `device`, and are there."""
+    return Weights(_reader(source, device), spec_of(source.config), kept)
 
 
-def _reader(source: ModelSource) -> Reader:
+def _reader(source: ModelSource, device: torch.device | None) -> Reader:
     if source.format == "gguf":
         from sapwood.srt.loader.gguf_weights import GgufReader
 
@@ -126,7 +141,7 @@ def _reader(source: ModelSource) -> Reader:
         return SafetensorsReader(source.path, source.files)
     from sapwood.srt.loader.dummy import DummyReader
 
-    return DummyReader(spec_of(source.config))
+    return DummyReader(spec_of(source.config), device)
 
 
 def _check_all(reader: Reader, wanted: Mapping[str, tuple[int, ...]]) -> None:

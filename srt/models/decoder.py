@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from sapwood.kernels.ops.activation import gated_mul
-from sapwood.kernels.ops.gemm import PackedWeight, embed, linear
-from sapwood.kernels.ops.norm import head_norm, rms_norm
-from sapwood.kernels.ops.rope import rope_store, rope_table
+from sapwood.kernels.ops.rope import rope_table
+from sapwood.srt.models.ops import Ops
+from sapwood.srt.models.parallel import Alone, Group, Shard, shard_of
 from sapwood.srt.models.rope import inverse_frequencies
 from sapwood.srt.models.spec import EMBEDDING, FINAL_NORM, HEAD, POST_NORMS, DecoderSpec, Rope, layer
-from sapwood.srt.models.weights import Storage, WeightSource
+from sapwood.srt.models.weights import Part, WeightSource
+
+W = TypeVar("W")
 
 
 @dataclass(slots=True)
 class Batch:
-    """The tokens of one step, all int32 and contiguous.
+    """The tokens of one step, all int32 and contiguous, on the decoder's device.
 
     For each of m tokens `ids`, `positions` and the KV `slots` to fill; for each of R rows, in the order of
     the tokens, `rows` (into the slot table), `starts` (its first new position) and `counts` (its new tokens).
@@ -51,70 +52,98 @@ Attend = Callable[[int, Tensor, Batch, Tensor], None]
 
 
 @dataclass(slots=True)
-class DecoderLayer:
+class DecoderLayer(Generic[W]):
     """The weights of one layer; None for what the model does not have. `table`: its rotary table."""
 
     attn_norm: Tensor
-    qkv: PackedWeight
+    qkv: W
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: PackedWeight
+    out: W
     out_bias: Tensor | None
     post_attn_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: PackedWeight
+    gate_up: W
     gate_up_bias: Tensor | None
-    down: PackedWeight
+    down: W
     down_bias: Tensor | None
     post_mlp_norm: Tensor | None
     table: Tensor
 
 
-class Decoder:
-    """A loaded model. Not safe for two threads: the buffers between the layers are kept and reused.
+class Decoder(Generic[W]):
+    """A loaded model, or one rank's part of it: then `spec` has the rank's heads and inner channels, and the
+    ranks of `group` compute every step together.
 
-    `max_length` is the longest sequence in tokens (it also fixes the rotary encodings that depend on one, see
-    `models.rope`), `storage` what its matrices are packed as; all arithmetic is float32.
+    Not safe for two threads: the buffers between the layers are kept and reused. `max_length` is the longest
+    sequence in tokens (it also fixes the rotary encodings that depend on one, see `models.rope`).
     """
 
-    def __init__(self, spec: DecoderSpec, weights: WeightSource, storage: Storage, max_length: int) -> None:
-        self.spec = spec
-        self.embedding = weights.linear([EMBEDDING], storage)
-        table = _table(spec, spec.rope, max_length)
-        local_table = _table(spec, spec.local_rope, max_length) if spec.local_rope else table
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        ops: Ops[W],
+        max_length: int,
+        group: Group | None = None,
+    ) -> None:
+        self._group: Group = group or Alone()
+        size = self._group.size
+        shards = [shard_of(spec, rank, size) for rank in range(size)]
+        shard = shards[self._group.rank]
+        self._widths = [len(s.vocab) for s in shards]
+        self._first = shard.vocab.start if size > 1 else None
+        self.spec = shard.local(spec)
+        self.ops = ops
+        tokens = Part(EMBEDDING, rows=shard.vocab if size > 1 else None)
+        self.embedding = ops.weight(weights, [tokens])
+        load = _Loading(spec, shard, weights, ops)
+        table = ops.table(_table(spec, spec.rope, max_length))
+        local_table = ops.table(_table(spec, spec.local_rope, max_length)) if spec.local_rope else table
         self.layers = [
-            _load_layer(spec, weights, storage, index, local_table if spec.window(index) else table)
-            for index in range(spec.layers)
+            load.layer(index, local_table if spec.window(index) else table) for index in range(spec.layers)
         ]
-        self._final_norm = _norm(spec, weights, FINAL_NORM)
+        self._final_norm = load.norm(FINAL_NORM)
         own_head = not spec.tied or HEAD in weights.names()
-        self._head = weights.linear([HEAD], storage) if own_head else self.embedding
+        self._head = ops.weight(weights, [tokens._replace(name=HEAD)]) if own_head else self.embedding
         self._buffers: dict[str, Tensor] = {}
 
     def forward(self, batch: Batch, pool: KvPool, attend: Attend) -> Tensor:
-        """Run all layers, filling the pool: the hidden states, float32 [m, hidden], before the final norm.
+        """Run all layers, filling the pool: the hidden states, of the operations' type [m, hidden], before
+        the final norm.
 
-        Valid until the next forward. Raises IndexError for an id, position or slot that does not exist.
+        Valid until the next forward. Raises IndexError for an id, position or slot that does not exist (on a
+        CPU: elsewhere nothing is looked at).
         """
-        spec, m = self.spec, batch.ids.shape[0]
-        hidden = self._buffer("hidden", m, spec.hidden)
-        embed(batch.ids, self.embedding, hidden)
+        spec, ops, m = self.spec, self.ops, batch.ids.shape[0]
+        hidden = self.hidden(m)
+        ops.embed(batch.ids, self.embedding, self._first, hidden)
+        self._group.sum(hidden)
         if spec.embed_scale != 1.0:
             hidden *= spec.embed_scale
+        branch: Tensor | None = None
         for index, weights in enumerate(self.layers):
-            self._attention(index, weights, hidden, batch, pool, attend)
-            self._mlp(weights, hidden)
+            normed = self._norm(branch, hidden, weights.attn_norm)
+            branch = self._attention(index, weights, normed, batch, pool, attend)
+            normed = self._norm(branch, hidden, weights.mlp_norm)
+            branch = self._mlp(weights, normed)
+        if branch is not None:
+            hidden += branch
         return hidden
 
+    def hidden(self, m: int) -> Tensor:
+        """What the last forward, of m tokens, returned: a captured one returns nothing."""
+        return self._buffer("hidden", m, self.spec.hidden)
+
     def normed(self, hidden: Tensor, index: Tensor) -> Tensor:
-        """Rows `index` (int32 or int64 [s]) of `hidden` after the final norm: float32 [s, hidden].
+        """Rows `index` (int32 or int64 [s]) of `hidden` after the final norm: [s, hidden].
 
         Valid until the next call.
         """
         chosen = self._buffer("chosen", index.shape[0], self.spec.hidden)
-        torch.index_select(hidden, 0, index, out=chosen)
-        rms_norm(chosen, self._final_norm, self.spec.rms_eps, chosen)
+        torch.index_select(hidden, 0, index.to(hidden.device, non_blocking=True), out=chosen)
+        self.ops.rms_norm(chosen, self._final_norm, self.spec.rms_eps, chosen)
         return chosen
 
     def logits(self, hidden: Tensor, index: Tensor) -> Tensor:
@@ -123,108 +152,154 @@ class Decoder:
         Valid until the next call.
         """
         chosen = self.normed(hidden, index)
-        out = self._buffer("logits", index.shape[0], self.spec.vocab)
-        linear(chosen, self._head, out)
+        part = self._buffer("logits", index.shape[0], self.ops.rows(self._head), torch.float32)
+        self.ops.linear(chosen, self._head, part)
+        if self._group.size == 1:
+            return part
+        out = self._buffer("all logits", index.shape[0], self.spec.vocab, torch.float32)
+        self._group.gather(part, self._widths, out)
         return out
 
+    def _norm(self, branch: Tensor | None, hidden: Tensor, weight: Tensor) -> Tensor:
+        """The norm of the hidden states, to which the branch before it is added first; in its place."""
+        if branch is None:
+            out = self._buffer("branch", len(hidden), self.spec.hidden)
+            self.ops.rms_norm(hidden, weight, self.spec.rms_eps, out)
+            return out
+        self.ops.add_rms_norm(branch, hidden, weight, self.spec.rms_eps, branch)
+        return branch
+
     def _attention(
-        self, index: int, weights: DecoderLayer, hidden: Tensor, batch: Batch, pool: KvPool, attend: Attend
-    ) -> None:
-        spec, m = self.spec, hidden.shape[0]
-        normed = self._buffer("normed", m, spec.hidden)
-        rms_norm(hidden, weights.attn_norm, spec.rms_eps, normed)
+        self,
+        index: int,
+        weights: DecoderLayer[W],
+        normed: Tensor,
+        batch: Batch,
+        pool: KvPool,
+        attend: Attend,
+    ) -> Tensor:
+        spec, ops, m = self.spec, self.ops, normed.shape[0]
         qkv = self._buffer("qkv", m, spec.qkv_width)
-        _linear(normed, weights.qkv, weights.qkv_bias, qkv)
+        self._linear(normed, weights.qkv, weights.qkv_bias, qkv)
         if weights.q_norm is not None and weights.k_norm is not None:
             heads = qkv.view(m, -1, spec.head_dim)
-            head_norm(heads[:, : spec.q_heads], weights.q_norm, spec.rms_eps)
-            head_norm(heads[:, spec.q_heads : spec.q_heads + spec.kv_heads], weights.k_norm, spec.rms_eps)
-        rope_store(
+            ops.head_norm(heads[:, : spec.q_heads], weights.q_norm, spec.rms_eps)
+            ops.head_norm(heads[:, spec.q_heads : spec.q_heads + spec.kv_heads], weights.k_norm, spec.rms_eps)
+        ops.rope_store(
             qkv, batch.positions, batch.slots, weights.table, spec.q_heads, spec.kv_heads, spec.head_dim,
             pool.k[index], pool.v[index],
         )  # fmt: skip
         attended = self._buffer("attended", m, spec.q_heads * spec.head_dim)
         attend(index, qkv, batch, attended)
-        self._add(attended, weights.out, weights.out_bias, weights.post_attn_norm, hidden)
+        return self._branch(attended, weights.out, weights.out_bias, weights.post_attn_norm)
 
-    def _mlp(self, weights: DecoderLayer, hidden: Tensor) -> None:
-        spec, m = self.spec, hidden.shape[0]
-        normed = self._buffer("normed", m, spec.hidden)
-        rms_norm(hidden, weights.mlp_norm, spec.rms_eps, normed)
+    def _mlp(self, weights: DecoderLayer[W], normed: Tensor) -> Tensor:
+        spec, m = self.spec, normed.shape[0]
         gate_up = self._buffer("gate_up", m, 2 * spec.intermediate)
-        _linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
+        self._linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
         inner = self._buffer("inner", m, spec.intermediate)
-        gated_mul(gate_up, spec.activation, inner)
-        self._add(inner, weights.down, weights.down_bias, weights.post_mlp_norm, hidden)
+        self.ops.gated_mul(gate_up, spec.activation, inner)
+        return self._branch(inner, weights.down, weights.down_bias, weights.post_mlp_norm)
 
-    def _add(
-        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, norm: Tensor | None, hidden: Tensor
-    ) -> None:
-        """Add a branch's last product to the hidden states, after a norm of its own if it has one."""
-        if norm is None:
-            _linear(x, weight, bias, hidden, accumulate=True)
-            return
+    def _branch(self, x: Tensor, weight: W, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+        """What is to be added to the hidden states: the sum of the ranks' products, after a norm of its own
+        if it has one. Valid until the next branch."""
         branch = self._buffer("branch", x.shape[0], self.spec.hidden)
-        _linear(x, weight, bias, branch)
-        rms_norm(branch, norm, self.spec.rms_eps, branch)
-        hidden += branch
+        self.ops.linear(x, weight, branch)
+        self._group.sum(branch)
+        if bias is not None:
+            branch += bias
+        if norm is not None:
+            self.ops.rms_norm(branch, norm, self.spec.rms_eps, branch)
+        return branch
 
-    def _buffer(self, name: str, rows: int, columns: int) -> Tensor:
+    def _linear(self, x: Tensor, weight: W, bias: Tensor | None, out: Tensor) -> None:
+        self.ops.linear(x, weight, out)
+        if bias is not None:
+            out += bias
+
+    def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         """The first `rows` rows of a buffer that only ever grows."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape[0] < rows:
-            buffer = self._buffers[name] = torch.empty((rows, columns))
+            kind, device = dtype or self.ops.dtype, self.ops.device
+            buffer = self._buffers[name] = torch.empty((rows, columns), dtype=kind, device=device)
         return buffer[:rows]
-
-
-def _linear(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, accumulate: bool = False
-) -> None:
-    linear(x, weight, out, accumulate)
-    if bias is not None:
-        out += bias
 
 
 def _table(spec: DecoderSpec, rope: Rope, max_length: int) -> Tensor:
     return rope_table(inverse_frequencies(rope, spec.rotary, max_length), max_length, rope.scaling)
 
 
-def _norm(spec: DecoderSpec, weights: WeightSource, name: str) -> Tensor:
-    weight = weights.vector(name)
-    return weight + 1.0 if spec.norm_offset else weight
+class _Loading(Generic[W]):
+    """Reads a rank's part of each layer; `spec` is the whole model's."""
 
+    def __init__(self, spec: DecoderSpec, shard: Shard, weights: WeightSource, ops: Ops[W]) -> None:
+        self._spec, self._shard, self._weights, self._ops = spec, shard, weights, ops
 
-def _load_layer(
-    spec: DecoderSpec, weights: WeightSource, storage: Storage, index: int, table: Tensor
-) -> DecoderLayer:
-    def joint(*names: str) -> PackedWeight:
-        return weights.linear([layer(index, f"{name}.weight") for name in names], storage)
+    def layer(self, index: int, table: Tensor) -> DecoderLayer[W]:
+        spec = self._spec
+        qkv, gate_up = self._qkv(), self._gate_up()
+        post_attn, post_mlp = (
+            self.norm(layer(index, f"{name}.weight")) if spec.post_norms else None for name in POST_NORMS
+        )
+        return DecoderLayer(
+            attn_norm=self.norm(layer(index, "input_layernorm.weight")),
+            qkv=self._joint(index, qkv),
+            qkv_bias=self._bias(index, qkv) if spec.qkv_bias else None,
+            q_norm=self.norm(layer(index, "self_attn.q_norm.weight")) if spec.qk_norm else None,
+            k_norm=self.norm(layer(index, "self_attn.k_norm.weight")) if spec.qk_norm else None,
+            out=self._joint(index, [Part("self_attn.o_proj", columns=self._heads(self._shard.q_heads))]),
+            out_bias=self._bias(index, [Part("self_attn.o_proj")]) if spec.out_bias else None,
+            post_attn_norm=post_attn,
+            mlp_norm=self.norm(layer(index, f"{spec.mlp_norm}.weight")),
+            gate_up=self._joint(index, gate_up),
+            gate_up_bias=self._bias(index, gate_up) if spec.mlp_bias else None,
+            down=self._joint(index, [Part("mlp.down_proj", columns=self._shard.inner)]),
+            down_bias=self._bias(index, [Part("mlp.down_proj")]) if spec.mlp_bias else None,
+            post_mlp_norm=post_mlp,
+            table=table,
+        )
 
-    def bias(wanted: bool, *names: str) -> Tensor | None:
-        return torch.cat([weights.vector(layer(index, f"{n}.bias")) for n in names]) if wanted else None
+    def norm(self, name: str) -> Tensor:
+        weight = self._weights.vector(name)
+        return self._ops.vector(weight + 1.0 if self._spec.norm_offset else weight)
 
-    def norm(name: str) -> Tensor:
-        return _norm(spec, weights, layer(index, f"{name}.weight"))
+    def _heads(self, heads: range, first: int = 0) -> range:
+        """The channels of some heads, in a matrix in which the heads begin at channel `first`."""
+        d = self._spec.head_dim
+        return range(first + heads.start * d, first + heads.stop * d)
 
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    if spec.fused:
-        qkv, gate_up = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
-    post_attn, post_mlp = (norm(name) if spec.post_norms else None for name in POST_NORMS)
-    return DecoderLayer(
-        attn_norm=norm("input_layernorm"),
-        qkv=joint(*qkv),
-        qkv_bias=bias(spec.qkv_bias, *qkv),
-        q_norm=norm("self_attn.q_norm") if spec.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if spec.qk_norm else None,
-        out=joint("self_attn.o_proj"),
-        out_bias=bias(spec.out_bias, "self_attn.o_proj"),
-        post_attn_norm=post_attn,
-        mlp_norm=norm(spec.mlp_norm),
-        gate_up=joint(*gate_up),
-        gate_up_bias=bias(spec.mlp_bias, *gate_up),
-        down=joint("mlp.down_proj"),
-        down_bias=bias(spec.mlp_bias, "mlp.down_proj"),
-        post_mlp_norm=post_mlp,
-        table=table,
-    )
+    def _qkv(self) -> list[Part]:
+        q, kv = self._shard.q_heads, self._shard.kv_heads
+        if not self._spec.fused:
+            names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+            return [Part(name, rows=self._heads(h)) for name, h in zip(names, (q, kv, kv), strict=True)]
+        k_first = self._spec.q_heads * self._spec.head_dim
+        v_first = k_first + self._spec.kv_heads * self._spec.head_dim
+        cuts = (self._heads(q), self._heads(kv, k_first), self._heads(kv, v_first))
+        return [Part("self_attn.qkv_proj", rows=cut) for cut in cuts]
+
+    def _gate_up(self) -> list[Part]:
+        inner, first = self._shard.inner, self._spec.intermediate
+        if not self._spec.fused:
+            return [Part(name, rows=inner) for name in ("mlp.gate_proj", "mlp.up_proj")]
+        cuts = (inner, range(first + inner.start, first + inner.stop))
+        return [Part("mlp.gate_up_proj", rows=cut) for cut in cuts]
+
+    def _whole(self, parts: list[Part]) -> list[Part]:
+        """Each matrix once and whole, where one rank has all."""
+        if self._shard.size > 1:
+            return parts
+        return [Part(name) for name in dict.fromkeys(part.name for part in parts)]
+
+    def _joint(self, index: int, parts: list[Part]) -> W:
+        named = [part._replace(name=layer(index, f"{part.name}.weight")) for part in self._whole(parts)]
+        return self._ops.weight(self._weights, named)
+
+    def _bias(self, index: int, parts: list[Part]) -> Tensor:
+        values = []
+        for part in self._whole(parts):
+            bias = self._weights.vector(layer(index, f"{part.name}.bias"))
+            values.append(bias[part.rows.start : part.rows.stop] if part.rows else bias)
+        return self._ops.vector(torch.cat(values))

@@ -31,7 +31,7 @@ from sapwood.srt.messages import (
     Submit,
     WorkerReady,
 )
-from sapwood.srt.orders import Boot, Restart
+from sapwood.srt.orders import Boot, Restart, inbox_of
 from sapwood.srt.scheduler import intake, questions, results
 from sapwood.srt.scheduler.drafts import Drafts
 from sapwood.srt.scheduler.estimate import OutputEstimate
@@ -234,22 +234,31 @@ class Reporter:
 
 
 class WorkerLink:
-    """The outbox to the worker that is there now. Each has an inbox of its own: what was sent to a dead one
-    never reaches another."""
+    """The outboxes to the worker that is there now, one for each of its ranks. Each worker has inboxes of its
+    own: what was sent to a dead one never reaches another."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, ranks: int = 1) -> None:
         self.index = 0
         self._directory = directory
-        self._outbox = Outbox(directory, "worker")
+        self._ranks = ranks
+        self._outboxes = self._connected()
 
     def send(self, message: Any) -> bool:
-        """False, and nothing sent, if the worker's queue is full."""
-        return self._outbox.send(message)
+        """Every rank gets every step; grammars are for rank 0, which alone samples. False if the queue of one
+        is full: that one is lost then, and with it the worker."""
+        frame = messages.encode([message])
+        outboxes = self._outboxes if isinstance(message, Step) else self._outboxes[:1]
+        return all(outbox.send_frame(frame) for outbox in outboxes)
 
     def turn_to(self, index: int) -> None:
         """Send to worker `index` from now on."""
-        self._outbox.close()
-        self.index, self._outbox = index, Outbox(self._directory, "worker", index)
+        for outbox in self._outboxes:
+            outbox.close()
+        self.index = index
+        self._outboxes = self._connected()
+
+    def _connected(self) -> list[Outbox]:
+        return [Outbox(self._directory, inbox_of(rank), self.index) for rank in range(self._ranks)]
 
 
 def main(boot: Boot, lifeline: Lifeline) -> None:
@@ -281,7 +290,7 @@ class SchedulerProcess:
         self._lifeline = lifeline
         self._inbox = inbox
         self._posts = posts
-        self._worker = WorkerLink(boot.directory)
+        self._worker = WorkerLink(boot.directory, boot.config.tensor_parallel_size)
         self._scheduler = Scheduler(make_state(boot.config, boot.source, ready.num_slots), self._worker.send)
         self._guard = Guard(self._scheduler, self._tell_ready)
         self._reporter = Reporter()

@@ -173,6 +173,10 @@ class Constraints:
             for row in rows.tolist():
                 self._rows.pop(row, None)
 
+    def follows(self, rows: Int32s) -> bool:
+        """Whether any of the rows has a grammar."""
+        return bool(self._rows) and any(row in self._rows for row in rows.tolist())
+
     def begin(self, rows: Int32s, drafts: Int32s, proposed: Int32s) -> Filling | None:
         """Begin to fill the masks of rows that are to sample, and those after each of the row's `drafts[i]`
         proposals, which lie in `proposed` in order; None if none of the rows has a grammar."""

@@ -21,7 +21,7 @@ class FusedForward:
     `slot_table` is int32 [rows, positions] and is read at every call.
     """
 
-    def __init__(self, decoder: Decoder, pool: KvPool, slot_table: Tensor) -> None:
+    def __init__(self, decoder: Decoder[PackedWeight], pool: KvPool, slot_table: Tensor) -> None:
         self._kept = (decoder, pool, slot_table)  # C++ has their addresses
         self._slot_table = slot_table
         self._hidden = torch.empty((0, decoder.spec.hidden))
@@ -88,7 +88,7 @@ def _packed(name: str, weight: PackedWeight, n: int, k: int) -> tuple[int, int, 
     return weight.data.data_ptr(), weight.code, n, k
 
 
-def _layer(spec: DecoderSpec, layer: DecoderLayer, max_length: int) -> dict[str, Any]:
+def _layer(spec: DecoderSpec, layer: DecoderLayer[PackedWeight], max_length: int) -> dict[str, Any]:
     """The addresses of a layer; ValueError where a shape is not the one that C++ takes it to have."""
 
     def at(name: str, tensor: Tensor | None, *shape: int) -> int:

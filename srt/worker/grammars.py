@@ -11,9 +11,11 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from sapwood.srt.errors import ErrorInfo, SapwoodError
+from sapwood.srt.config import ModelSource
+from sapwood.srt.errors import BadRequest, ErrorInfo, SapwoodError
 from sapwood.srt.grammar.engine import Engine, Matcher
 from sapwood.srt.messages import GrammarLoaded, LoadGrammar
+from sapwood.srt.models.registry import spec_of
 
 NICE = 10
 """Of the thread at least, as far as the system has such a thing for threads."""
@@ -127,6 +129,20 @@ class Grammars:
             self._done.put((message.key, result))
             with contextlib.suppress(BlockingIOError):  # full: it can be read anyway
                 os.write(self._tell, b"\0")
+
+
+def make_grammars(source: ModelSource) -> Grammars:
+    """Those of the model's tokenizer; their masks are as wide as its logits."""
+
+    def make_engine() -> Engine:
+        if source.tokenizer_file is None:
+            raise BadRequest("constraints need a tokenizer.json, which this model does not have")
+        try:
+            return Engine(source.tokenizer_file, spec_of(source.config).vocab, source.eos_ids)
+        except ValueError as e:
+            raise BadRequest(f"constraints do not work with this model's tokenizer: {e}") from None
+
+    return Grammars(make_engine)
 
 
 def _make_way() -> None:

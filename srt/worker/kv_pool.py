@@ -14,21 +14,37 @@ from sapwood.srt.errors import ConfigError
 CONTEXTS_BY_DEFAULT = 4
 """Unless a number or a share is asked for, the pool holds this many full contexts, if memory allows."""
 SHARE_BY_DEFAULT = 0.5
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
 
 
 class KvPool:
-    """`k[layer]` and `v[layer]`: [num_slots, num_kv_heads, head_dim] of `dtype`, zeroed lazily by the OS."""
+    """`k[layer]` and `v[layer]`: [num_slots, num_kv_heads, head_dim] of `dtype`, zeros; on a device other
+    than the CPU there is one slot more, the last, which is nobody's: padding is written there."""
 
-    def __init__(self, num_slots: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        shape = (num_slots, kv_heads, head_dim)
+    def __init__(
+        self,
+        num_slots: int,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        shape = (num_slots + (device is not None), kv_heads, head_dim)
         self.num_slots = num_slots
-        self.k = [_zeros(shape, dtype) for _ in range(layers)]
-        self.v = [_zeros(shape, dtype) for _ in range(layers)]
+        self.k = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self.v = [_zeros(shape, dtype, device) for _ in range(layers)]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
     """Memory that the system gives page by page as it is written; torch.zeros would touch all of it."""
+    if device is not None:
+        return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
@@ -48,10 +64,11 @@ def choose_slots(
 ) -> tuple[int, str]:
     """(number of slots, why): what was asked for, else a few contexts, and no more than half the free memory.
 
-    `mapped` bytes of weights lie in memory that the system calls free, and are not free to us.
-    Raises ConfigError if what was asked for does not fit in the machine's free memory.
+    `mapped` bytes of weights lie in memory that the system calls free, and are not free to us. Ranks share
+    the machine's memory: each must have loaded its weights before any calls this. Raises ConfigError if what
+    was asked for does not fit in the machine's free memory.
     """
-    free = max(free_memory() - mapped, 0)
+    free = max(free_memory() // config.tensor_parallel_size - mapped, 0)
     if config.max_total_tokens is not None:
         need = config.max_total_tokens * bytes_per_slot
         if need > free:

@@ -1,136 +1,170 @@
-"""The worker process: loads the model, makes the pool, then answers steps in order."""
+"""The worker process: has the model loaded on its device, then answers steps in order."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
 import torch
 
-from sapwood.kernels import machine, native
 from sapwood.srt import log
 from sapwood.srt.channel import Inbox, Outbox
 from sapwood.srt.config import Config, ModelSource
-from sapwood.srt.errors import BadRequest, ConfigError, Overloaded
-from sapwood.srt.grammar.engine import Engine
+from sapwood.srt.errors import ConfigError, Overloaded
 from sapwood.srt.lifeline import Lifeline
-from sapwood.srt.loader.kept_weights import KeptWeights
-from sapwood.srt.loader.packaged import cache_folder
-from sapwood.srt.loader.weights import Weights, open_weights
 from sapwood.srt.messages import DropGrammars, GrammarLoaded, LoadGrammar, Step, StepResult, WorkerReady
-from sapwood.srt.models.decoder import Decoder
-from sapwood.srt.models.registry import spec_of
-from sapwood.srt.models.weights import Storage
-from sapwood.srt.orders import Boot
-from sapwood.srt.worker.attention.reference import ReferenceForward
-from sapwood.srt.worker.constraints import Constraints
-from sapwood.srt.worker.fused import FusedForward
-from sapwood.srt.worker.grammars import Grammars
-from sapwood.srt.worker.kv_pool import KvPool, choose_dtype, choose_slots, slot_bytes
-from sapwood.srt.worker.runner import Runner
-from sapwood.srt.worker.token_pool import TokenPool
+from sapwood.srt.models.parallel import Alone, Group
+from sapwood.srt.orders import Boot, inbox_of
+from sapwood.srt.worker import cpu
+from sapwood.srt.worker.choice import Choice, choose
+from sapwood.srt.worker.grammars import Grammars, make_grammars
+
+_log = logging.getLogger("sapwood")
 
 
-def make_runner(
-    config: Config, source: ModelSource, grammars: Grammars | None = None
-) -> tuple[Runner, KvPool, dict[str, str]]:
-    """Load the model and make its pool; the facts say what was chosen, and why. Rows may have `grammars`."""
-    threads, why_threads = machine.choose_threads()
-    if config.num_threads is not None:
-        threads, why_threads = config.num_threads, f"as asked; chosen would be {threads}"
-    try:
-        isa = native.load(config.cpu_isa, threads)
-    except RuntimeError as e:
-        raise ConfigError(str(e), param="cpu_isa") from None
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    spec = spec_of(source.config)
-    decoder, weights, why_stored, mapped = _load(config, source)
-    kv_dtype = choose_dtype(config.kv_cache_dtype, weights.formats)
-    each = slot_bytes(spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
-    num_slots, why = choose_slots(config, source.context_length, each, mapped)
-    pool = KvPool(num_slots, spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
-    tokens = TokenPool(
-        config.max_running_requests,
-        min(source.context_length, num_slots),
-        spec.vocab,
-        spec.hidden,
-        source.eos_ids,
-    )
-    backend = "cpu" if config.attention_backend == "auto" else config.attention_backend
-    kind = FusedForward if backend == "cpu" else ReferenceForward
-    forward = kind(decoder, pool, torch.from_numpy(tokens.slot_table))
-    facts = {
-        "weights": f"{weights.summary()}, {why_stored}",
-        "kernels": f"{isa}, {threads} threads ({why_threads})",
-        "kv pool": f"{num_slots} slots of {each} bytes ({kv_dtype}), {why}".replace("torch.", ""),
-        "attention": backend,
-    }
-    constraints = Constraints(grammars or make_grammars(source), threads)
-    return Runner(decoder, forward, tokens, constraints), pool, facts
+class Runs(Protocol):
+    """A runner, of any device. `fileno`: can be read when `finished` has something to tell; None: it never
+    has, as `start` tells all."""
+
+    def fileno(self) -> int | None: ...
+
+    def start(self, step: Step) -> list[StepResult]:
+        """Begin a step: the results that there are by now, of it or of those before it."""
+
+    def finished(self) -> list[StepResult]:
+        """The results that there are since."""
+
+    def has_spare_work(self) -> bool:
+        """Whether there is something that can be put off, and no step in flight."""
+
+    def idle(self) -> bool:
+        """Do some of it; False if there was nothing."""
 
 
-def make_grammars(source: ModelSource) -> Grammars:
-    """Those of the model's tokenizer; their masks are as wide as its logits."""
+class AtOnce:
+    """`Runs` where a step's result is there when it has been run; a follower of rank 0 has none."""
 
-    def make_engine() -> Engine:
-        if source.tokenizer_file is None:
-            raise BadRequest("constraints need a tokenizer.json, which this model does not have")
-        try:
-            return Engine(source.tokenizer_file, spec_of(source.config).vocab, source.eos_ids)
-        except ValueError as e:
-            raise BadRequest(f"constraints do not work with this model's tokenizer: {e}") from None
+    def __init__(self, run: Callable[[Step], StepResult | None]) -> None:
+        self._run = run
 
-    return Grammars(make_engine)
+    def fileno(self) -> int | None:
+        return None
 
+    def start(self, step: Step) -> list[StepResult]:
+        result = self._run(step)
+        return [] if result is None else [result]
 
-def _load(config: Config, source: ModelSource) -> tuple[Decoder, Weights, str, int]:
-    """The model, its weights, why these are stored as they are, and how many bytes of them are mapped."""
-    storage, why = _storage(config)
-    kept = None
-    if config.weight_cache and source.files:
-        kept = KeptWeights(cache_folder() / "weights", source.files, storage)
-        why += ", mapped from the cache" if kept.is_found else ""
-    weights = open_weights(source, kept)
-    decoder = Decoder(spec_of(source.config), weights, storage, source.context_length)
-    if kept is not None:
-        kept.save()
-    return decoder, weights, why, kept.nbytes if kept else 0
+    def finished(self) -> list[StepResult]:
+        return []
 
+    def has_spare_work(self) -> bool:
+        return False
 
-def _storage(config: Config) -> tuple[Storage, str]:
-    if config.quantization == "w8" or config.quantization == "w4":
-        return config.quantization, f"--quantization {config.quantization}"
-    return ("stored", "as stored") if config.dtype == "auto" else (config.dtype, f"--dtype {config.dtype}")
+    def idle(self) -> bool:
+        return False
 
 
 def main(boot: Boot, lifeline: Lifeline) -> None:
     """Run until the launcher ends the process."""
-    logger = log.set_up("worker", boot.config.log_level, boot.config.log_format)
-    inbox = Inbox(boot.directory, "worker", boot.index)
+    log.set_up(boot.name, boot.config.log_level, boot.config.log_format)
+    inbox = Inbox(boot.directory, inbox_of(boot.rank), boot.index)
+    choice = choose(boot.config)
+    device = torch.device("cuda", boot.rank) if choice.device == "cuda" else torch.device("cpu")
+    with _group(boot, device) as group:
+        if group.rank == 0:
+            _lead(boot, lifeline, inbox, choice, group)
+        else:
+            _follow(boot, lifeline, inbox, choice, group)
+
+
+def _group(boot: Boot, device: torch.device) -> AbstractContextManager[Group]:
+    if boot.config.tensor_parallel_size == 1:
+        return nullcontext(Alone())
+    from sapwood.srt.worker import ranks  # torch.distributed, which one process alone does without
+
+    return ranks.joined(boot, device)
+
+
+def make(
+    config: Config, source: ModelSource, choice: Choice, group: Group, grammars: Grammars
+) -> tuple[Runs, int, dict[str, str]]:
+    """The runner of this rank, how many KV slots it has, and what was chosen, and why."""
+    if choice.device == "cuda":
+        return _make_cuda(config, source, choice, group, grammars)
+    if group.rank:
+        follower, pool = cpu.make_follower(config, source, group)
+        return AtOnce(follower.run), pool.num_slots, {}
+    runner, pool, facts = cpu.make_runner(config, source, grammars, group)
+    return AtOnce(runner.run), pool.num_slots, facts
+
+
+def _make_cuda(
+    config: Config, source: ModelSource, choice: Choice, group: Group, grammars: Grammars
+) -> tuple[Runs, int, dict[str, str]]:
+    """Nothing of this is imported where there is no GPU."""
+    from sapwood.kernels.flashinfer import jit_progress, load_flashinfer
+    from sapwood.srt.worker.device.accelerator import Cuda
+    from sapwood.srt.worker.device.build import Site, make_device_runner
+
+    flashinfer = None
+    if choice.attention == "flashinfer":
+        try:
+            flashinfer = load_flashinfer()
+        except RuntimeError as e:
+            raise ConfigError(
+                f"{e}. Without it: --attention-backend reference (slow), or --device cpu",
+                param="attention_backend",
+            ) from None
+    site = Site(Cuda(group.rank), group, flashinfer, flashinfer)
+    threads, _why = cpu.choose_threads(config, group.size)
+    with jit_progress(flashinfer, _log.info):
+        runner, pool, facts = make_device_runner(config, source, site, grammars, threads)
+    return runner, pool.num_slots, facts
+
+
+def _lead(boot: Boot, lifeline: Lifeline, inbox: Inbox, choice: Choice, group: Group) -> None:
     scheduler = Outbox(boot.directory, "scheduler")
     grammars = make_grammars(boot.source)
     grammars.start()
-    inbox.watch(grammars.fileno())
-    runner, pool, facts = make_runner(boot.config, boot.source, grammars)
-    scheduler.send(WorkerReady(pool.num_slots, boot.index))
+    runner, num_slots, facts = make(boot.config, boot.source, choice, group, grammars)
+    inbox.watch(grammars.fileno(), runner.fileno())
+    scheduler.send(WorkerReady(num_slots, boot.index))
     lifeline.ready(facts)
-    logger.debug("ready")
+    _log.debug("ready")
     while True:
         turn(inbox, scheduler, runner, grammars)
 
 
-def turn(inbox: Inbox, scheduler: Outbox, runner: Runner, grammars: Grammars) -> None:
-    """Wait for messages, or for grammars that are loaded, and answer what there is."""
-    for message in inbox.receive(None):
+def _follow(boot: Boot, lifeline: Lifeline, inbox: Inbox, choice: Choice, group: Group) -> None:
+    """A rank that samples nothing has no grammars and nobody to answer."""
+    runner, _num_slots, _facts = make(boot.config, boot.source, choice, group, make_grammars(boot.source))
+    inbox.watch(runner.fileno())
+    lifeline.ready()
+    while True:
+        for message in inbox.receive(None):
+            assert isinstance(message, Step)
+            runner.start(message)
+        runner.finished()
+
+
+def turn(inbox: Inbox, scheduler: Outbox, runner: Runs, grammars: Grammars) -> None:
+    """Wait for messages, for grammars that are loaded, for steps that have ended; answer what there is."""
+    received = inbox.receive(0.0 if runner.has_spare_work() else None)
+    if not received:
+        runner.idle()
+    for message in received:
         if isinstance(message, LoadGrammar):
             grammars.load(message)
         elif isinstance(message, DropGrammars):
             grammars.drop(message.keys)
         else:
             assert isinstance(message, Step)
-            _send(scheduler, runner.run(message))
-    if loaded := grammars.finished():
-        _send(scheduler, *loaded)
+            _send(scheduler, *runner.start(message))
+    _send(scheduler, *runner.finished(), *grammars.finished())
 
 
 def _send(scheduler: Outbox, *answers: StepResult | GrammarLoaded) -> None:
-    if not scheduler.send(*answers):
+    if answers and not scheduler.send(*answers):
         raise Overloaded("the scheduler does not take results")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,27 +53,61 @@ class _Span(NamedTuple):
         return range(reading.next, min(self.start + self.size + 1, reading.prompt_len))
 
 
+class Fetch(Protocol):
+    """Brings what the device has computed to the host: both tell how to get it once the step is done."""
+
+    def logprobs(
+        self, logits: torch.Tensor, source: Int32s, ids: Int32s, tops: Int32s, chosen: Mapping[int, Int32s]
+    ) -> Callable[[], list[TokenLogprob]]:
+        """As `token_logprobs`; the logits may change afterwards."""
+
+    def floats(self, values: torch.Tensor) -> Callable[[], npt.NDArray[np.float64]]:
+        """The values, which may change afterwards."""
+
+
+class HostFetch:
+    """What is computed on a CPU is there at once."""
+
+    def logprobs(
+        self, logits: torch.Tensor, source: Int32s, ids: Int32s, tops: Int32s, chosen: Mapping[int, Int32s]
+    ) -> Callable[[], list[TokenLogprob]]:
+        values = token_logprobs(logits, source, ids, tops, chosen)
+        return lambda: values
+
+    def floats(self, values: torch.Tensor) -> Callable[[], npt.NDArray[np.float64]]:
+        found = values.numpy().astype(np.float64)
+        return lambda: found
+
+
 class PromptReader:
     """Reads the hidden states of prompts. Each value depends on its own row and position only."""
 
-    def __init__(self, decoder: Decoder, pool: TokenPool) -> None:
+    def __init__(self, decoder: Decoder[Any], pool: TokenPool, fetch: Fetch) -> None:
         self._decoder = decoder
         self._pool = pool
+        self._fetch = fetch
 
-    def read(self, hidden: torch.Tensor, rows: Int32s, starts: Int32s, counts: Int32s) -> Reads:
-        """What the hidden states [m, hidden] of a step give, of rows that extend `starts` by `counts`."""
-        reads = Reads([], [])
+    def launch(
+        self, hidden: torch.Tensor, rows: Int32s, starts: Int32s, counts: Int32s
+    ) -> Callable[[], Reads]:
+        """What the hidden states [m, hidden] of a step give, of rows that extend `starts` by `counts`: to be
+        asked for once, when the step is done, and in the order of steps."""
         if not self._pool.reading:
-            return reads
+            return lambda: Reads([], [])
         spans = list(self._spans(rows, starts, counts))
-        self._logprobs(hidden, [span for span in spans if span.wanted], reads)
-        for span in spans:
-            if span.reading.pooling is not None:
-                self._pool_span(hidden, span, reads)
+        tells = [self._logprobs(hidden, [span for span in spans if span.wanted])]
+        tells += [self._pool_span(hidden, span) for span in spans if span.reading.pooling is not None]
         for span in spans:
             if span.reading.done:
                 del self._pool.reading[span.row]
-        return reads
+
+        def read() -> Reads:
+            reads = Reads([], [])
+            for tell in tells:
+                tell(reads)
+            return reads
+
+        return read
 
     def _spans(self, rows: Int32s, starts: Int32s, counts: Int32s) -> Iterator[_Span]:
         firsts = np.cumsum(counts) - counts
@@ -81,28 +115,38 @@ class PromptReader:
             row = int(rows[i])
             yield _Span(row, self._pool.reading[row], int(firsts[i]), int(starts[i]), int(counts[i]))
 
-    def _logprobs(self, hidden: torch.Tensor, spans: list[_Span], reads: Reads) -> None:
+    def _logprobs(self, hidden: torch.Tensor, spans: list[_Span]) -> Callable[[Reads], None]:
         if not spans:
-            return
-        lengths = [len(span.wanted) for span in spans]
+            return lambda reads: None
+        wanted = [span.wanted for span in spans]
+        lengths = [len(indices) for indices in wanted]
         # The logits that a token is judged by are those of the position before it.
         places = [
-            span.first - span.start + span.wanted.start - 1 + np.arange(n)
-            for span, n in zip(spans, lengths, strict=True)
+            span.first - span.start + indices.start - 1 + np.arange(len(indices))
+            for span, indices in zip(spans, wanted, strict=True)
         ]
-        ids = [span.reading.prompt[span.wanted.start : span.wanted.stop] for span in spans]
+        ids = [
+            span.reading.prompt[indices.start : indices.stop]
+            for span, indices in zip(spans, wanted, strict=True)
+        ]
         tops = np.repeat([span.reading.top for span in spans], lengths)
         chosen = [span.reading.chosen for span, n in zip(spans, lengths, strict=True) for _ in range(n)]
-        values = self._in_pieces(hidden, np.concatenate(places), np.concatenate(ids), tops, chosen)
-        at = 0
+        pieces = list(self._in_pieces(hidden, np.concatenate(places), np.concatenate(ids), tops, chosen))
         for span, n in zip(spans, lengths, strict=True):
-            part = values[at : at + n]
-            at += n
-            if any(math.isnan(value.logprob) for value in part):
-                reads.fail(span.row)
-            else:
-                reads.reads.append(RowRead(span.row, span.wanted.start, part))
             span.reading.next += n
+
+        def tell(reads: Reads) -> None:
+            values = [value for piece in pieces for value in piece()]
+            at = 0
+            for span, indices in zip(spans, wanted, strict=True):
+                part = values[at : at + len(indices)]
+                at += len(indices)
+                if any(math.isnan(value.logprob) for value in part):
+                    reads.fail(span.row)
+                else:
+                    reads.reads.append(RowRead(span.row, indices.start, part))
+
+        return tell
 
     def _in_pieces(
         self,
@@ -111,35 +155,40 @@ class PromptReader:
         ids: Int32s,
         tops: Int32s,
         chosen: list[Int32s],
-    ) -> list[TokenLogprob]:
+    ) -> Iterator[Callable[[], list[TokenLogprob]]]:
         size = max(1, min(PIECE_ROWS, PIECE_BYTES // (4 * self._decoder.spec.vocab)))
-        values: list[TokenLogprob] = []
         for at in range(0, len(ids), size):
             piece = slice(at, at + size)
             logits = self._decoder.logits(hidden, torch.from_numpy(places[piece]))
             source = np.arange(len(ids[piece]), dtype=np.int32)
             further = {i: wanted for i, wanted in enumerate(chosen[piece]) if len(wanted)}
-            values += token_logprobs(logits, source, ids[piece], tops[piece], further)
-        return values
+            yield self._fetch.logprobs(logits, source, ids[piece], tops[piece], further)
 
-    def _pool_span(self, hidden: torch.Tensor, span: _Span, reads: Reads) -> None:
-        reading = span.reading
+    def _pool_span(self, hidden: torch.Tensor, span: _Span) -> Callable[[Reads], None]:
+        reading, means = span.reading, span.reading.pooling == "mean"
         through = span.start + span.size >= reading.prompt_len
-        if reading.pooling == "mean":
-            for at in range(span.first, span.first + span.size, PIECE_ROWS):
-                index = torch.arange(at, min(at + PIECE_ROWS, span.first + span.size))
-                states = self._decoder.normed(hidden, index).numpy().astype(np.float64)
+        end = span.first + span.size
+        begin = span.first if means else end - 1
+        states = [
+            self._fetch.floats(self._decoder.normed(hidden, torch.arange(at, min(at + PIECE_ROWS, end))))
+            for at in (range(begin, end, PIECE_ROWS) if means or through else ())
+        ]
+        if through:
+            reading.pooling = None
+
+        def tell(reads: Reads) -> None:
+            pooled = reading.total
+            for part in (state() for state in states):
                 # One after the other, so that it does not show where one chunk ended.
-                reading.total = np.add.accumulate(np.vstack([reading.total, states]), axis=0)[-1]
-        if not through:
-            return
-        if reading.pooling == "mean":
-            pooled = reading.total / reading.prompt_len
-        else:
-            last = torch.tensor([span.first + span.size - 1])
-            pooled = self._decoder.normed(hidden, last)[0].numpy().astype(np.float64)
-        reading.pooling = None
+                pooled = np.add.accumulate(np.vstack([pooled, part]), axis=0)[-1] if means else part[0]
+            reading.total = pooled
+            if through:
+                self._tell_pooled(span.row, pooled / reading.prompt_len if means else pooled, reads)
+
+        return tell
+
+    def _tell_pooled(self, row: int, pooled: npt.NDArray[np.float64], reads: Reads) -> None:
         if np.isfinite(pooled).all():
-            reads.reads.append(RowRead(span.row, pooled=pooled.astype("<f4").tobytes()))
+            reads.reads.append(RowRead(row, pooled=pooled.astype("<f4").tobytes()))
         else:
-            reads.fail(span.row)
+            reads.fail(row)

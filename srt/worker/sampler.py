@@ -185,12 +185,12 @@ class _Lines:
             address = masks.ctypes.data + masked.astype(np.int64) * masks.strides[0]
             changes[:, sampling.MASK] = np.where(masked >= 0, address, 0)
             for line in np.flatnonzero((masked >= 0) & (changes[:, sampling.NUM_BANNED] > 0)).tolist():
-                if not _leaves_any(masks[masked[line]], pool.changes[int(rows[line])].banned):
+                if not leaves_any(masks[masked[line]], pool.changes[int(rows[line])].banned):
                     changes[line, sampling.NUM_BANNED] = 0
         return torch.from_numpy(changes), torch.from_numpy(pool.penalties[rows])
 
 
-def _leaves_any(mask: Int32s, banned: Int32s) -> bool:
+def leaves_any(mask: Int32s, banned: Int32s) -> bool:
     """Whether a mask allows more than the banned ids."""
     rest = mask.view(np.uint32).copy()
     np.bitwise_and.at(rest, banned >> 5, ~(np.uint32(1) << (banned & 31).astype(np.uint32)))

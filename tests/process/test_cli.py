@@ -89,7 +89,7 @@ def test_help_and_refusals_load_no_torch() -> None:
         "for argv in (['serve', '--help'], ['chat', '--help'], ['batch', '--help'], ['env'], ['models']):\n"
         "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
         "        cli.main(argv)\n"
-        "cli.main(['serve', '--tp', '2'])\n"
+        "cli.main(['serve', '--pp', '2'])\n"
         "heavy = ('torch', 'fastapi', 'uvicorn', 'transformers', 'rich', 'httpx')\n"
         "print(*(m for m in heavy if m in sys.modules))"
     )
@@ -100,7 +100,7 @@ def test_help_and_refusals_load_no_torch() -> None:
         text=True,
     )
     assert (answer.stdout, answer.returncode) == ("\n", 0), answer.stderr
-    assert "tensor parallelism needs the NVIDIA worker" in answer.stderr
+    assert "pipeline parallelism is not there" in answer.stderr
 
 
 def test_a_wrong_value_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_wrong_sampling_flag_has_exit_code_2(capsys: pytest.CaptureFixture[str
 
 
 def test_serve_answers_and_ends(model: str) -> None:
-    others = ("--tensor-parallel-size", "1", "--max-num-seqs", "8", "--log-level=debug", "--block-size=1")
+    others = ("--pipeline-parallel-size", "1", "--max-num-seqs", "8", "--log-level=debug", "--block-size=1")
     with start("serve", model, "--port", "0", "--max-total-tokens", "512", *others) as process:
         try:
             assert process.stdout is not None
@@ -173,7 +173,7 @@ def test_serve_answers_and_ends(model: str) -> None:
             assert process.wait(20) == 0
             assert process.stderr is not None
             said = process.stderr.read()
-            assert "sapwood: debug: --tensor-parallel-size 1: tensor parallelism needs the NVIDIA" in said
+            assert "sapwood: debug: --pipeline-parallel-size 1: pipeline parallelism is not there" in said
             assert "sapwood: debug: --block-size 1: a page is one token" in said
         finally:
             process.kill()
@@ -285,7 +285,7 @@ def test_what_is_not_installed_is_named_with_its_remedy() -> None:
     [
         (["serve", "--max-total-token", "5"], "--max-total-tokens"),
         (["serve", "--prot", "1"], "--port"),
-        (["serve", "--tp=2"], "--tp 2 is refused: tensor parallelism needs the NVIDIA worker"),
+        (["serve", "--pp=2"], "--pp 2 is refused: pipeline parallelism is not there"),
         (["serve", "--max-model-length", "5"], "--max-model-len"),
         (["serve", "--enable-lora"], "--enable-lora is refused: adapters (LoRA) are not there yet"),
         (["serve", "--max-num-seqs", "4", "--max-running-requests", "5"], "contradict each other"),

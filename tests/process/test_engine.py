@@ -494,8 +494,8 @@ def test_what_cannot_start_says_why_and_leaves_nothing(model: str, tmp_path: Pat
     before = processes()
     with pytest.raises(ConfigError, match="unknown option 'nonsense'"):
         Engine(model, nonsense=2)
-    with pytest.raises(ConfigError, match="tp_size 2 is refused"):
-        Engine(model, tp_size=2)
+    with pytest.raises(ConfigError, match="pp_size 2 is refused"):
+        Engine(model, pp_size=2)
     with pytest.raises(ModelError, match="nowhere"):
         Engine(str(tmp_path / "nowhere"))
     with pytest.raises(SapwoodError, match=r"max.total.tokens"):

@@ -363,7 +363,7 @@ def test_the_collector_ends_it(model: str) -> None:
 def test_what_cannot_start_says_why(model: str, tmp_path: Path) -> None:
     before = children()
     for options, kind, text in (
-        ({"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, ConfigError, "pipeline_parallel_size"),
         ({"nonsense": 2}, ConfigError, "unknown option 'nonsense'"),
         ({"max_model_len": -3}, ConfigError, "context.length"),
         ({"max_total_tokens": 2**31 - 1}, SapwoodError, r"max.total.tokens"),

@@ -14,7 +14,7 @@ import sapwood
 from sapwood.srt import config
 from sapwood.srt.config import Config
 from sapwood.srt.errors import ConfigError
-from sapwood.srt.flags import command_line
+from sapwood.srt.flags import command_line, configuration
 
 FIELDS = config.fields()
 NUMBERS = [(name, flag) for name, _kind, flag in FIELDS if flag.low is not None or flag.high is not None]
@@ -168,11 +168,11 @@ def test_a_configuration_travels_between_processes() -> None:
 
 
 def test_the_docs_have_a_row_for_each_field() -> None:
-    made = config.markdown()
+    made = configuration.markdown()
     assert all(f"| `{config.option(name)}`" in made for name, _, _ in FIELDS)
     assert "| `--port` | `30000` | port to listen on |" in made
     page = Path(sapwood.__file__).resolve().parent.parent / "docs" / "configuration.md"
-    assert page.read_text() == made, "run: python -m sapwood.srt.config > docs/configuration.md"
+    assert page.read_text() == made, "run: python -m sapwood.srt.flags.configuration > docs/configuration.md"
 
 
 def test_a_choice_is_offered_by_its_flag() -> None:

@@ -63,7 +63,7 @@ def test_a_field_that_others_have_under_our_name_is_in_the_table() -> None:
         "split_special_tokens", "tokenizer_workers", "max_body_bytes", "stream_buffer", "request_timeout",
         "log_format", "log_stats", "pooling", "drain_timeout", "heartbeat_timeout", "cpu_isa", "num_threads",
         "weight_cache", "queue_timeout", "cache_isolation", "shared_prefixes", "restart_worker",
-        "json_whitespace", "program_timeout",
+        "json_whitespace", "program_timeout", "deterministic",
     }  # fmt: skip
     assert set(Config.__struct_fields__) - set(by_name()) == ours_alone
     for name in set(Config.__struct_fields__) & set(by_name()):
@@ -75,8 +75,8 @@ def sample(entry: Entry) -> tuple[Any, Any]:
     kind = KINDS[entry.target]
     if entry.becomes:
         return next((text, value) for text, value in entry.becomes.items() if value is not None)
-    if config._choices(kind):
-        return config._choices(kind)[-1], config._choices(kind)[-1]
+    if config.choices(kind):
+        return config.choices(kind)[-1], config.choices(kind)[-1]
     if config._plain(kind) is bool:
         return "true", True
     (flag,) = (flag for name, _, flag in config.fields() if name == entry.target)
@@ -166,7 +166,8 @@ def test_the_page_is_what_the_table_makes() -> None:
         (
             "--model-path m --tp 1 --mem-fraction-static 0.8 --host 0.0.0.0 --port 30000 "
             "--trust-remote-code=false --page-size 1 --enable-mixed-chunk",
-            {"model_path": "m", "mem_fraction_static": 0.8, "host": "0.0.0.0", "port": 30000},
+            {"model_path": "m", "mem_fraction_static": 0.8, "host": "0.0.0.0", "port": 30000,
+             "tensor_parallel_size": 1},
         ),
         (
             "--max-model-len 8K --gpu_memory_utilization=0.6 --max-num-seqs 32 --enable-prefix-caching "
@@ -174,7 +175,8 @@ def test_the_page_is_what_the_table_makes() -> None:
             "--disable-log-requests --block-size 1 --enforce-eager -tp 1 --seed 0 --api-key k",
             {"context_length": 8192, "mem_fraction_static": 0.6, "max_running_requests": 32, "api_key": "k",
              "disable_radix_cache": False, "chunked_prefill_size": 1000, "dtype": "float16",
-             "log_requests": False, "random_seed": 0},
+             "log_requests": False, "random_seed": 0, "disable_cuda_graph": True,
+             "tensor_parallel_size": 1},
         ),
         ("--no-enable-prefix-caching --no-enable-chunked-prefill",
          {"disable_radix_cache": True, "chunked_prefill_size": -1}),
@@ -294,7 +296,7 @@ def test_statistics_are_logged_unless_they_are_not_wanted(
 
 def test_keywords_of_ours_and_unknown_ones() -> None:
     given = {"model": "m", "tensor_parallel_size": 1, "num_threads": 2, "max_model_len": None}
-    assert translate(given) == {"model_path": "m", "num_threads": 2}
+    assert translate(given) == {"model_path": "m", "tensor_parallel_size": 1, "num_threads": 2}
     with pytest.raises(ConfigError, match=r"unknown option 'max_model_length'; did you mean max_model_len"):
         translate({"max_model_length": 5})
     with pytest.raises(ConfigError, match="unknown option 'qqqqqq'; see sapwood serve --help"):

@@ -17,6 +17,7 @@ from sapwood.srt.config import ModelSource, make
 from sapwood.srt.loader import sources
 from sapwood.srt.loader.gguf_parts import GgufFile
 from sapwood.srt.loader.weights import open_weights
+from sapwood.srt.models.cpu_ops import CpuOps
 from sapwood.srt.models.decoder import Decoder
 from sapwood.srt.models.registry import spec_of
 from tests.decoding import Sequence, is_greedy, reference_logits
@@ -56,7 +57,7 @@ def both(source: ModelSource) -> tuple[Decoder, Any]:
     assert unset.missing_keys == ["lm_head.weight"]
     assert unset.unexpected_keys == []
     model.tie_weights()
-    return Decoder(spec_of(source.config), weights, "float32", 1024), model
+    return Decoder(spec_of(source.config), weights, CpuOps("float32"), 1024), model
 
 
 def test_the_file_says_what_it_is(source: ModelSource, caplog: pytest.LogCaptureFixture) -> None:

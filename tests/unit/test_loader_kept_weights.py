@@ -25,7 +25,7 @@ from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.models.spec import EMBEDDING
 from sapwood.srt.models.weights import Storage
 from sapwood.srt.worker import kv_pool
-from sapwood.srt.worker.loop import make_runner
+from sapwood.srt.worker.cpu import make_runner
 from tests.gguf_files import tiny_gguf
 from tests.models import source_of, tiny_llama
 

@@ -13,6 +13,7 @@ from sapwood.srt.loader import packing, quantise
 from sapwood.srt.loader.packing import Matrix, pack_matrices
 from sapwood.srt.loader.quantise import quantise4, quantise8
 from sapwood.srt.loader.weights import open_weights
+from sapwood.srt.models.cpu_ops import CpuOps
 from sapwood.srt.models.decoder import Decoder
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.spec import EMBEDDING
@@ -143,10 +144,10 @@ def test_packing_takes_little_memory_beside_the_result() -> None:
 def test_the_packaged_model_is_computed_on_as_it_is_stored() -> None:
     source = default_source()
     weights = open_weights(source)
-    stored = Decoder(spec_of(source.config), weights, "stored", 512)
+    stored = Decoder(spec_of(source.config), weights, CpuOps("stored"), 512)
     assert weights.formats == {"q4", "q8"}
     assert weights.summary() == "q4 63 MiB (Q4_1), q8 29 MiB (Q8_0)"
-    floats = Decoder(spec_of(source.config), weights, "float32", 512)
+    floats = Decoder(spec_of(source.config), weights, CpuOps("float32"), 512)
     for name in (EMBEDDING, "model.layers.5.self_attn.q_proj.weight", "model.layers.9.mlp.down_proj.weight"):
         assert torch.equal(weights.linear([name], "stored").unpack(), weights.vector(name)), name
     ids = torch.randint(0, 49152, (48,), generator=torch.Generator().manual_seed(1)).tolist()

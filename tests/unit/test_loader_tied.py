@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sapwood.srt.loader.weights import open_weights
+from sapwood.srt.models.cpu_ops import CpuOps
 from sapwood.srt.models.decoder import Decoder
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.spec import HEAD
@@ -37,7 +38,7 @@ def both() -> tuple[Decoder, Any]:
     unset = model.load_state_dict({n: weights.vector(n) for n in weights.names()}, strict=False)
     assert unset.missing_keys == [HEAD]
     model.tie_weights()
-    return Decoder(spec_of(source.config), weights, "float32", source.context_length), model
+    return Decoder(spec_of(source.config), weights, CpuOps("float32"), source.context_length), model
 
 
 @torch.inference_mode()

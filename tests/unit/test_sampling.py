@@ -14,7 +14,7 @@ import torch
 from sapwood.srt import messages
 from sapwood.srt.config import make
 from sapwood.srt.params import SamplingParams
-from sapwood.srt.worker.loop import make_runner
+from sapwood.srt.worker.cpu import make_runner
 from tests.models import IM_END, source_of, tiny_llama
 from tests.simulation import Client, World
 from tests.worker_bench import ids_of

@@ -16,7 +16,7 @@ from sapwood.srt.messages import Step, StepResult
 from sapwood.srt.models.decoder import Batch
 from sapwood.srt.scheduler import shared
 from sapwood.srt.scheduler.rows import Rows
-from sapwood.srt.worker.loop import make_runner
+from sapwood.srt.worker.cpu import make_runner
 from tests.models import source_of, tiny_llama
 from tests.simulation import VOCAB, World, check_shared
 from tests.worker_bench import ids_of

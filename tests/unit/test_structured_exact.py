@@ -11,8 +11,8 @@ import pytest
 
 from sapwood.srt.config import make
 from sapwood.srt.messages import DropGrammars, Grammar, GrammarLoaded, LoadGrammar
-from sapwood.srt.worker.grammars import Grammars
-from sapwood.srt.worker.loop import make_grammars, make_runner
+from sapwood.srt.worker.cpu import make_runner
+from sapwood.srt.worker.grammars import Grammars, make_grammars
 from tests.models import source_of, tiny_llama, tiny_tokenizer
 from tests.simulation import Client, World
 from tests.unit.test_worker_grammar import ANSWER, PERSON, SHAPE, WORDS

@@ -26,8 +26,8 @@ from sapwood.srt.messages import DropGrammars, GrammarLoaded, GrammarState, Load
 from sapwood.srt.params import Constraint
 from sapwood.srt.worker import constraints
 from sapwood.srt.worker.constraints import MAX_FORCED, SLICE, _Follower
-from sapwood.srt.worker.grammars import Grammars
-from sapwood.srt.worker.loop import make_grammars, turn
+from sapwood.srt.worker.grammars import Grammars, make_grammars
+from sapwood.srt.worker.loop import AtOnce, turn
 from tests.models import IM_END, VOCAB, source_of, tiny_llama, tiny_tokenizer
 from tests.worker_bench import Bench, Stream, ids_of, make_bench, row_start, run_streams
 
@@ -396,11 +396,11 @@ def test_the_loop_wakes_for_a_grammar_that_is_loaded(bench: Bench, tmp_path: Pat
         to_worker.send(LoadGrammar(b"answer", ANSWER))
         answers: list[Any] = []
         while not answers:  # the first turn may find it loaded already, and then no second one would end
-            turn(inbox, to_scheduler, bench.runner, bench.grammars)
+            turn(inbox, to_scheduler, AtOnce(bench.runner.run), bench.grammars)
             answers += scheduler.receive(1.0)
         assert answers == [GrammarLoaded(b"answer")]
         to_worker.send(DropGrammars([b"answer"]))
-        turn(inbox, to_scheduler, bench.runner, bench.grammars)
+        turn(inbox, to_scheduler, AtOnce(bench.runner.run), bench.grammars)
         assert bench.grammars.get(b"answer") is None
     finally:
         for socket in (inbox, scheduler, to_worker, to_scheduler):

@@ -1,0 +1,231 @@
+"""From logits to token ids on any device, without waiting for it: what `sampling` promises, on tensors alone.
+
+Weights are e ** ((logit - top) / temperature) in float32, as in C++, then integers of 2 ** -44: sums of
+integers have no order, so that a draw does not depend on the other lines, nor on how many there are, whatever
+order a device's scan has. Only the exponential's last bits are the device's own: ids are those of
+`sampling.sample` but where a draw, or a border of top_p or min_p, lies within float32's rounding of a token's
+weight.
+
+Draws are inverses of the cumulative distribution at Philox's number for (seed, choice, position). A library's
+own sampler (FlashInfer's, say) numbers its draws by their place in the batch: the same request would give
+other tokens beside other rows, or when it is resumed. So nothing is drawn with one; it may only filter
+(`Renorm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sapwood.kernels.ops.sampling import GREEDY_BELOW, NOT_FINITE, NOTHING_LEFT, OK
+
+WORKSPACE = 2**29
+"""Bytes that an op over whole lines takes at a time, beside a line's own: it goes through them in chunks."""
+SCALE = 2.0**44
+MAX_VOCAB = 2**19
+"""So many of the largest weights still have their sum in an int64."""
+_DRAW_BYTES = 20
+_RANK_BYTES = 64
+_RENORM_BYTES = 36
+_M32 = 0xFFFFFFFF
+_M16 = 0xFFFF
+
+
+class Renorm(Protocol):
+    """The two filters of `flashinfer.sampling`: what they set to 0 is dropped; their values are not used.
+
+    Which tokens they keep differs in ties alone: all whose probability (float32) is that of the last one kept
+    are kept, here only those with the lowest ids.
+    """
+
+    def top_k_renorm_probs(self, probs: Tensor, top_k: Tensor, is_deterministic: bool) -> Tensor: ...
+
+    def top_p_renorm_probs(self, probs: Tensor, top_p: Tensor, is_deterministic: bool) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Of n lines the temperature, top_p, min_p float32 [n] and top_k int32 [n] (0: off). `ranks`: some line
+    has a top_k or a top_p; `floors`: some has a min_p. Where these are False nobody looks."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    ranks: bool
+    floors: bool
+
+    def part(self, span: slice) -> Filters:
+        return replace(
+            self,
+            temperature=self.temperature[span],
+            top_k=self.top_k[span],
+            top_p=self.top_p[span],
+            min_p=self.min_p[span],
+        )
+
+
+def chunks(lines: int, bytes_a_line: int) -> Iterator[slice]:
+    """The lines in order, as many at a time as WORKSPACE has room for."""
+    size = max(1, WORKSPACE // max(1, bytes_a_line))
+    for begin in range(0, lines, size):
+        yield slice(begin, min(begin + size, lines))
+
+
+def uniforms(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+    """`philox.uniform` of each (seed int64, choice, position), float64 of their shape, to the bit.
+
+    About 140 small operations: where the host knows the keys, it had better compute it and send the result.
+    """
+    device, shape = seeds.device, (2,) + (1,) * seeds.dim()
+    even, odd, key = (
+        torch.stack([first.long() & _M32, second.expand_as(seeds)])
+        for first, second in (
+            (positions, torch.zeros_like(seeds)),
+            (choices, torch.zeros_like(seeds)),
+            (seeds, (seeds >> 32) & _M32),
+        )
+    )
+    factor = torch.tensor([0xD2511F53, 0xCD9E8D57], device=device).view(shape)
+    rounds = torch.arange(10, device=device).view(10, *(1,) * len(shape))
+    weyl = torch.tensor([0x9E3779B9, 0xBB67AE85], device=device).view(shape)
+    for its in (key + rounds * weyl) & _M32:
+        # factor * even has 64 bits, one too many: in halves of 16.
+        high, low = factor * (even >> 16), factor * (even & _M16)
+        low += (high & _M16) << 16
+        even = ((high >> 16) + (low >> 32)).flip(0) ^ odd ^ its
+        odd = (low & _M32).flip(0)
+    return ((even[0] >> 5) * 2**26 + (odd[0] >> 6)).double() / 2.0**53
+
+
+def draw(
+    logits: Tensor,
+    filters: Filters | None,
+    u: Tensor | None,
+    *,
+    lines: Tensor | None = None,
+    renorm: Renorm | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Ids int32 [n, m] drawn at `u` float64 [n, m] from each line, and the line's error int32 [n], as
+    `sampling.sample` (and its `sample_reference`) says; an id beside an error is 0. Without filters and `u`
+    all lines are greedy, and m is 1.
+
+    logits float32 [s, v]; `lines` int64 [n]: which are drawn from (None: all, n is s). With `renorm` top_k
+    and top_p are its, else lines are sorted. Takes about 20 v bytes a line, 36 v with `renorm` and 64 v to
+    sort, in chunks; 4 v at most where all are greedy.
+    """
+    v = logits.shape[1]
+    assert v <= MAX_VOCAB
+    n = logits.shape[0] if lines is None else lines.shape[0]
+    if filters is None:
+        bytes_a_token = 0 if lines is None else 4
+    else:
+        ranking = _RANK_BYTES if renorm is None else _RENORM_BYTES
+        bytes_a_token = ranking if filters.ranks else _DRAW_BYTES
+    parts = []
+    for span in chunks(n, v * bytes_a_token):
+        some = logits[span] if lines is None else logits.index_select(0, lines[span])
+        top, best = torch.max(some, -1)  # of several maxima the lowest id; NaN is above all
+        errors, ids = _errors(top), best[:, None]
+        if filters is not None and u is not None:
+            ids = _draw(some, top, errors, filters.part(span), u[span], renorm, ids)
+        parts.append((ids.masked_fill(errors[:, None] != OK, 0).int(), errors))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([errors for _, errors in parts])
+
+
+def _draw(
+    logits: Tensor,
+    top: Tensor,
+    errors: Tensor,
+    filters: Filters,
+    u: Tensor,
+    renorm: Renorm | None,
+    best: Tensor,
+) -> Tensor:
+    greedy = (filters.temperature < GREEDY_BELOW) | (filters.top_k == 1)
+    factor = torch.where(greedy, 1.0, filters.temperature.reciprocal())
+    weights = (logits - top[:, None]).mul_(factor[:, None]).exp_()
+    if renorm is not None:
+        # Its kernels look for thresholds: in numbers, whatever comes of it.
+        weights.masked_fill_((errors != OK)[:, None], 1.0)
+    return torch.where(greedy[:, None], best, _at_share(_kept(logits, weights, filters, renorm), u))
+
+
+def _errors(top: Tensor) -> Tensor:
+    found = torch.where(top > float("-inf"), OK, NOTHING_LEFT)
+    return torch.where(top < float("inf"), found, NOT_FINITE).int()  # NaN is not less
+
+
+def _kept(logits: Tensor, weights: Tensor, filters: Filters, renorm: Renorm | None) -> Tensor:
+    """The weights as integers, 0 where a filter drops them."""
+    counted = (weights * SCALE).long()
+    if filters.ranks and renorm is None:
+        counted.mul_(_ranked(logits, counted, filters))
+    elif filters.ranks and renorm is not None:
+        top_k, top_p = filters.top_k, filters.top_p
+        first = renorm.top_k_renorm_probs(_shares(counted), top_k.clamp(min=1), is_deterministic=True)
+        counted.mul_((first > 0) | (top_k == 0)[:, None])
+        second = renorm.top_p_renorm_probs(_shares(counted), top_p, is_deterministic=True)
+        counted.mul_((second > 0) | (top_p >= 1.0)[:, None])
+    if filters.floors:
+        counted.masked_fill_(weights < filters.min_p[:, None], 0)
+    return counted
+
+
+def _shares(counted: Tensor) -> Tensor:
+    """Probabilities, float32."""
+    return counted.float().div_(counted.sum(-1, keepdim=True))
+
+
+def _ranked(logits: Tensor, counted: Tensor, filters: Filters) -> Tensor:
+    """Whether top_k, then top_p keep a token: those before which less than top_p of the weight lies."""
+    v = logits.shape[1]
+    values, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    cumulative = counted.gather(1, order).cumsum_(-1)
+    most = torch.where(filters.top_k > 0, filters.top_k, v).long().clamp_(max=v)[:, None]
+    total = cumulative.gather(1, most - 1)
+    enough = torch.ceil(filters.top_p.double()[:, None] * total).long()
+    by_p = torch.minimum(torch.searchsorted(cumulative, enough) + 1, most)
+    last = torch.where(filters.top_p[:, None] >= 1.0, most, by_p) - 1
+    value, token = values.gather(1, last), order.gather(1, last)
+    tied = (logits == value) & (torch.arange(v, device=logits.device) <= token)
+    return tied.logical_or_(logits > value)
+
+
+def _at_share(counted: Tensor, u: Tensor) -> Tensor:
+    """The first id, in order, at which the cumulative weight exceeds the share `u` of the total."""
+    cumulative = counted.cumsum_(-1)
+    # Less than the total, however that rounds: u, at most 1 - 2 ** -53, takes half a last place off at least.
+    target = (u * cumulative[:, -1:]).long()
+    return torch.searchsorted(cumulative, target, right=True)
+
+
+def verify(ids: Tensor, errors: Tensor, drafts: Tensor, ends: Tensor) -> Tensor:
+    """How many ids each row keeps, int32 [n]: one, and one more behind each draft that is what was drawn at
+    its place, up to the first end, or the first place at which nothing could be drawn. The next input is the
+    last one kept.
+
+    ids, errors int32 [n, d + 1]: what was drawn behind 0, 1, ... d drafts, and how; drafts int32 [n, d], -1
+    behind a row's last; ends int32 [e].
+    """
+    going = (ids[:, :-1] == drafts) & (ids[:, :-1, None] != ends).all(-1)
+    going &= (errors[:, :-1] == OK) & (errors[:, 1:] == OK)
+    return going.int().cumprod(-1).sum(-1).int() + 1
+
+
+def verify_reference(ids: Tensor, errors: Tensor, drafts: Tensor, ends: Tensor) -> Tensor:
+    kept = []
+    for drawn, wrong, proposed in zip(ids.tolist(), errors.tolist(), drafts.tolist(), strict=True):
+        count = 1
+        for token, draft, error, after in zip(drawn, proposed, wrong, wrong[1:], strict=False):
+            if token != draft or token in ends.tolist() or error != OK or after != OK:
+                break
+            count += 1
+        kept.append(count)
+    return torch.tensor(kept, dtype=torch.int32)

@@ -1,0 +1,106 @@
+"""FlashInfer's wrappers as this model calls them: page size 1, every argument of their plans in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sapwood.srt.models.spec import DecoderSpec
+from sapwood.srt.worker.attention.cascade import Level
+from sapwood.srt.worker.attention.paged import Paged
+
+INT_WORKSPACE_BYTES = 8 << 20
+"""What each wrapper takes for its schedule."""
+TENSOR_CORES_FROM = 4
+"""Query heads a KV head from which FlashInfer's decode is faster as a prefill of one token: tensor cores take
+at least 16 rows, and the heads that read the same K and V are those rows. SGLang draws the same line."""
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+Wrapper = Any
+"""One of FlashInfer's; it cannot be named here, as nothing of CUDA is imported before it is used."""
+
+
+class Wrappers:
+    """Makes and plans the wrappers of one lane, which may share `workspace` (uint8 on the device, zeros): a
+    wrapper has nothing in it between two runs. `flashinfer` is the module."""
+
+    def __init__(
+        self,
+        flashinfer: Any,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        workspace: Tensor,
+        deterministic: bool,
+    ) -> None:
+        self._flashinfer = flashinfer
+        self._workspace = workspace
+        self._heads = (spec.q_heads, spec.kv_heads, spec.head_dim)
+        self._common = {"sm_scale": spec.scale, "q_data_type": dtype, "kv_data_type": kv_dtype}
+        self._deterministic = deterministic
+        grouped = spec.q_heads // spec.kv_heads >= TENSOR_CORES_FROM
+        self.tensor_cores = deterministic or grouped or kv_dtype in FP8
+
+    def decode(self) -> Wrapper:
+        """For rows of one token each."""
+        return self._decode()
+
+    def decode_for_graph(
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, ints: Tensor
+    ) -> Wrapper:
+        """The same for as many rows as `last_page_len` has; plans go into these buffers, on the device.
+
+        `ints` (uint8 [INT_WORKSPACE_BYTES] on the device) may be shared by wrappers of which only the one
+        planned last is replayed.
+        """
+        wrapper = self._decode(
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last_page_len,
+        )
+        wrapper.reset_workspace_buffer(self._workspace, ints)
+        return wrapper
+
+    def prefill(self) -> Wrapper:
+        """For rows of any number of tokens. FlashAttention 3, which "auto" chooses for long chunks on Hopper,
+        knows no deterministic mode."""
+        backend = "fa2" if self._deterministic else "auto"
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)
+
+    def cascade(self, levels: int) -> Wrapper:
+        return self._flashinfer.MultiLevelCascadeAttentionWrapper(levels, self._workspace, "NHD")
+
+    def plan_decode(self, wrapper: Wrapper, paged: Paged, window: int) -> None:
+        wrapper.plan(
+            paged.kv_indptr, paged.kv_indices, paged.last_page_len, *self._heads, 1,
+            window_left=window - 1, non_blocking=True, disable_split_kv=self._deterministic, **self._common,
+        )  # fmt: skip
+
+    def plan_prefill(self, wrapper: Wrapper, paged: Paged, window: int) -> None:
+        """Causal: FlashInfer aligns a row's last query with its last key, so `paged.kv_indptr` counts the
+        cached prefix and the new tokens."""
+        wrapper.plan(
+            paged.qo_indptr, paged.kv_indptr, paged.kv_indices, paged.last_page_len, *self._heads, 1,
+            causal=True, window_left=window - 1, non_blocking=True, disable_split_kv=self._deterministic,
+            **self._common,
+        )  # fmt: skip
+
+    def plan_cascade(self, wrapper: Wrapper, levels: list[Level]) -> None:
+        """Causal on the last level only, which is FlashInfer's doing."""
+        wrapper.plan(
+            [level.qo_indptr for level in levels],
+            [level.kv_indptr for level in levels],
+            [level.kv_indices for level in levels],
+            [level.last_page_len for level in levels],
+            *self._heads, 1, causal=True, **self._common,
+        )  # fmt: skip
+
+    def _decode(self, **buffers: Any) -> Wrapper:
+        # Not "auto": on Blackwell that may be cuDNN, which is not what the graphs are captured with, and pads
+        # every row's page table to the longest's, of which there are many with pages of one position.
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "NHD", use_tensor_cores=self.tensor_cores, backend="fa2", **buffers
+        )

@@ -1,0 +1,100 @@
+"""What the worker needs of a GPU besides arithmetic: streams, events, pinned memory, graphs, its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A point in a stream's work, as torch.cuda.Event."""
+
+    def record(self, stream: Any) -> None:
+        """It is there when all that has been given to the stream so far is done."""
+
+    def wait(self, stream: Any) -> None:
+        """What is given to the stream from now on begins after it."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+class Accelerator(Protocol):
+    """One device. Work that is given to a stream is done in order, behind the host's back."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def stream(self) -> Any:
+        """A new stream."""
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """What is launched inside goes to this stream."""
+
+    def event(self) -> Event: ...
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of the host from which, and to which, is copied without waiting."""
+
+    def capture(self, run: Callable[[], object], stream: Any) -> Callable[[], None]:
+        """What `run` launches, to be launched again as a whole, over the same memory, by the result. All
+        captures share one pool of memory, so that no two of them may run at a time."""
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` takes at most, beyond what is taken before."""
+
+    def memory(self) -> tuple[int, int]:
+        """(bytes free, bytes in all)."""
+
+
+class Cuda:
+    """The CUDA device with this index."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        self._graphs: Any = torch.cuda.graph_pool_handle()
+
+    def stream(self) -> Any:
+        stream: Callable[..., Any] = torch.cuda.Stream
+        return stream(self.device)
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return context
+
+    def event(self) -> Event:
+        # The thread that waits for it sleeps: the host's cores are for planning.
+        event: Callable[..., Event] = torch.cuda.Event
+        return event(blocking=True)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def capture(self, run: Callable[[], object], stream: Any) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may look at their events meanwhile.
+        with torch.cuda.graph(graph, self._graphs, stream=stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    def peak(self, run: Callable[[], object]) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return int(torch.cuda.max_memory_allocated(self.device)) - int(before)
+
+    def memory(self) -> tuple[int, int]:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(free), int(total)

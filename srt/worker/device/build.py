@@ -1,0 +1,204 @@
+"""Puts a device's runner together: weights, what is left of the memory as KV slots, lanes, warm-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sapwood.srt.config import Config, ModelSource
+from sapwood.srt.loader.weights import open_weights
+from sapwood.srt.models.decoder import Batch, Decoder
+from sapwood.srt.models.device_ops import DeviceOps
+from sapwood.srt.models.parallel import Group
+from sapwood.srt.models.registry import spec_of
+from sapwood.srt.worker.attention.flashinfer import WORKSPACE_BYTES, FlashInferAttention, require_supported
+from sapwood.srt.worker.attention.gathered import GatheredAttention
+from sapwood.srt.worker.choice import activations
+from sapwood.srt.worker.constraints import Constraints
+from sapwood.srt.worker.device.accelerator import Accelerator
+from sapwood.srt.worker.device.columns import DeviceColumns
+from sapwood.srt.worker.device.forward import DeviceForward, graph_sizes
+from sapwood.srt.worker.device.lane import Lane, LaneAttention, Sizes
+from sapwood.srt.worker.device.logprobs import DeviceFetch
+from sapwood.srt.worker.device.memory import choose_slots, within_memory
+from sapwood.srt.worker.device.runner import DeviceRunner, Parts
+from sapwood.srt.worker.device.sampler import DeviceSampler
+from sapwood.srt.worker.grammars import Grammars
+from sapwood.srt.worker.kv_pool import DTYPES, KvPool, slot_bytes
+from sapwood.srt.worker.reader import PromptReader
+from sapwood.srt.worker.token_pool import TokenPool
+
+LANES = 2
+MOST_CAPTURED = 256
+GRAPH_BYTES = 16 * 2**20
+"""A graph's own, about: the plan of its attention, and what its kernels need at launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a runner is put together: the device, the other ranks, and FlashInfer (or what stands for it) for
+    attention and for the rest of a layer; None: plain torch."""
+
+    accelerator: Accelerator
+    group: Group
+    attention: Any = None
+    ops: Any = None
+
+
+def make_device_runner(
+    config: Config, source: ModelSource, site: Site, grammars: Grammars, threads: int
+) -> tuple[DeviceRunner, KvPool, dict[str, str]]:
+    """Load the model (or this rank's part) and make its pool; the facts say what was chosen, and why.
+
+    Raises ConfigError naming what to change where the device's memory does not do.
+    """
+    torch.set_grad_enabled(False)
+    if config.deterministic:  # nor may partial sums of a product be rounded to 16 bits
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    dtype = activations(config, source.config)
+    device = site.accelerator.device
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    if site.ops is not None:
+        require_supported(spec_of(source.config), dtype, kv_dtype)
+    ops = DeviceOps(device, dtype, site.ops, "fp8" if config.quantization == "fp8" else "none")
+    decoder = within_memory(
+        "the weights",
+        "use --quantization fp8 or more GPUs (--tensor-parallel-size)",
+        lambda: Decoder(
+            spec_of(source.config),
+            open_weights(source, device=device),
+            ops,
+            source.context_length,
+            site.group,
+        ),
+    )
+    making = _Making(config, source, site, decoder, kv_dtype)
+    num_slots, why = making.slots()
+    pool = within_memory("the KV slots", "lower --mem-fraction-static", lambda: making.pool(num_slots))
+    runner = making.runner(pool, Constraints(grammars, threads))
+    within_memory(
+        "a step's activations", "lower --mem-fraction-static or --chunked-prefill-size", runner.warm_up
+    )
+    facts = {
+        "device": _named(device),
+        "weights": ops.summary(),
+        "kv pool": f"{num_slots} slots of {making.slot_bytes} bytes ({_dtype(kv_dtype)}), {why}",
+        "attention": "plain torch" if site.attention is None else f"flashinfer {_version(site.attention)}",
+    }
+    return runner, pool, facts
+
+
+class _Making:
+    """One model on one device, while its runner is made."""
+
+    def __init__(
+        self, config: Config, source: ModelSource, site: Site, decoder: Decoder[Any], kv_dtype: torch.dtype
+    ) -> None:
+        self._config, self._source, self._site = config, source, site
+        self._decoder, self._kv_dtype = decoder, kv_dtype
+        spec = decoder.spec
+        self.slot_bytes = slot_bytes(spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
+        size = config.chunked_prefill_size
+        self._tokens = (source.context_length if size < 0 else size) + config.max_running_requests
+        most = min(config.cuda_graph_max_bs or MOST_CAPTURED, config.max_running_requests)
+        # Plain torch gathers what it reads: a captured step would keep the sizes of its first.
+        without = config.disable_cuda_graph or site.attention is None
+        self._graph_sizes = [] if without else graph_sizes(most)
+
+    def slots(self) -> tuple[int, str]:
+        """As many on every rank."""
+        accelerator = self._site.accelerator
+        before, _total = accelerator.memory()
+        peak = within_memory(
+            "a step's activations",
+            "lower --chunked-prefill-size or --max-running-requests",
+            lambda: accelerator.peak(self._largest),
+        )
+        free, _total = accelerator.memory()
+        kept = max(0, before - free)  # the buffers between the layers, which stay
+        graphs = LANES * (WORKSPACE_BYTES + len(self._graph_sizes) * GRAPH_BYTES)
+        config = self._config
+        slots, why = choose_slots(config, free, max(0, peak - kept), graphs, self.slot_bytes)
+        least = self._site.group.smallest(slots)
+        return least, why if least == slots else f"{why}; another rank has room for no more"
+
+    def _largest(self) -> None:
+        """A step of as many tokens, and then as many lines of logits, as there can be."""
+        zeros = torch.zeros(self._tokens, dtype=torch.int32, device=self._site.accelerator.device)
+        pool = self.pool(1)
+        batch = Batch(zeros, zeros, zeros, zeros[:1], zeros[:1], zeros[:1])
+        hidden = self._decoder.forward(batch, pool, _attend_nothing)
+        config = self._config
+        lines = config.max_running_requests * (1 + config.speculative_num_draft_tokens)
+        logits = self._decoder.logits(hidden, zeros[: min(lines, self._tokens)])
+        # Sampling sorts a copy, and has a few more of the kind.
+        logits.sort(dim=-1, descending=True, stable=True)
+
+    def pool(self, num_slots: int) -> KvPool:
+        spec = self._decoder.spec
+        device = self._site.accelerator.device
+        return KvPool(num_slots, spec.layers, spec.kv_heads, spec.head_dim, self._kv_dtype, device)
+
+    def runner(self, pool: KvPool, constraints: Constraints) -> DeviceRunner:
+        config, source, site, decoder = self._config, self._source, self._site, self._decoder
+        accelerator, capacity = site.accelerator, config.max_running_requests
+        max_tokens = min(source.context_length, pool.num_slots)
+        spec = decoder.spec
+        tokens = TokenPool(capacity + 1, max_tokens, spec.vocab, spec.hidden, source.eos_ids)
+        columns = DeviceColumns(tokens, accelerator.device, accelerator.pinned)
+        sizes = Sizes(
+            tokens=self._tokens,
+            rows=capacity,
+            indices=min(capacity * (max_tokens + 1), 4 * pool.num_slots) + capacity,
+            dummy_row=capacity,
+            dummy_slot=pool.num_slots,
+        )
+        lanes = [Lane(accelerator, self._attention(pool), columns.slot_table, sizes) for _ in range(LANES)]
+        compute, plan, copy = (accelerator.stream() for _ in range(3))
+        parts = Parts(
+            decoder=decoder,
+            tokens=tokens,
+            columns=columns,
+            sampler=DeviceSampler(columns, tokens, accelerator.pinned, site.group, site.ops),
+            reader=PromptReader(decoder, tokens, DeviceFetch(accelerator.pinned)),
+            constraints=constraints,
+            forward=DeviceForward(decoder, pool, accelerator, compute, self._graph_sizes),
+            lanes=lanes,
+            accelerator=accelerator,
+            group=site.group,
+            compute=compute,
+            plan=plan,
+            copy=copy,
+        )
+        return DeviceRunner(parts)
+
+    def _attention(self, pool: KvPool) -> LaneAttention:
+        """A lane's own."""
+        flashinfer, spec = self._site.attention, self._decoder.spec
+        device = self._site.accelerator.device
+        if flashinfer is None:
+            return GatheredAttention(spec, pool, device)
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return FlashInferAttention(
+            flashinfer, spec, pool, self._decoder.ops.dtype, device, workspace, self._config.deterministic
+        )
+
+
+def _named(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _version(module: Any) -> str:
+    return str(getattr(module, "__version__", "of unknown version"))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _attend_nothing(_layer: int, _qkv: Tensor, _batch: Batch, out: Tensor) -> None:
+    out.zero_()

@@ -1,0 +1,32 @@
+"""Attention is tested wherever it can run; tests take what they compare from these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu.backends import PLATFORMS, Backend, platform_of
+from tests.gpu.steps import Platform
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors are small here: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=PLATFORMS)
+def platform(request: pytest.FixtureRequest) -> Platform:
+    """FlashInfer or its double, with one set of types."""
+    return platform_of(request.param)
+
+
+@pytest.fixture(params=[f"{kind}, {name}" for kind in ("flashinfer", "gathered") for name in PLATFORMS])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """An attention of either kind on every platform."""
+    return Backend(*request.param.split(", "))

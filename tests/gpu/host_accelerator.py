@@ -1,0 +1,153 @@
+"""A CPU that stands in for a GPU behind `Accelerator`: for the tests of the device's runner, and dry runs.
+
+Work is done at once, but an event that was not recorded may not be waited for, and one that is recorded is
+only done once it was looked at `late` times: so results are read after several steps, as with a GPU. A
+captured graph is a list of the torch operations that ran, with their very tensors: as with a GPU it knows
+nothing of Python values that have changed since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class HostEvent:
+    """Done once it was looked at more than `late` times, or waited for in the main thread; other threads wait
+    until then."""
+
+    def __init__(self, late: int) -> None:
+        self._late = late
+        self._recorded = False
+        self._done = threading.Event()
+
+    def record(self, stream: Any) -> None:
+        self._recorded = True
+
+    def wait(self, stream: Any) -> None:
+        assert self._recorded, "a stream waits for an event that was never recorded"
+
+    def query(self) -> bool:
+        assert self._recorded, "an event is looked at that was never recorded"
+        self._late -= 1
+        if self._late < 0:
+            self._done.set()
+        return self._done.is_set()
+
+    def synchronize(self) -> None:
+        assert self._recorded, "an event is waited for that was never recorded"
+        if threading.current_thread() is threading.main_thread():
+            self._done.set()
+        self._done.wait()
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps what is called; `opaque` calls are kept as they are, to read what they read when replayed."""
+
+    active: Recorder | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+
+        def again() -> None:
+            new = func(*args, **kwargs)
+            olds = out if isinstance(out, (tuple, list)) else [out]
+            news = new if isinstance(new, (tuple, list)) else [new]
+            for old, fresh in zip(olds, news, strict=True):
+                if isinstance(old, Tensor) and fresh is not old and fresh.data_ptr() != old.data_ptr():
+                    old.copy_(fresh)
+
+        self._calls.append(again)
+        return out
+
+    def keep(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)
+
+    def replay(self) -> None:
+        for call in self._calls:
+            call()
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One kernel, whatever it does inside: replayed as a whole into the tensor `out` that it was given."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = Recorder.active
+        if recorder is None:
+            return function(*args, **kwargs)
+        with torch.utils._python_dispatch._disable_current_modes():
+            result = function(*args, **kwargs)
+
+        def again() -> None:
+            new = function(*args, **kwargs)
+            if isinstance(new, Tensor) and new is not result:
+                result.copy_(new)
+
+        recorder.keep(again)
+        return result
+
+    return call
+
+
+class HostAccelerator:
+    """`srt.worker.device.accelerator.Accelerator` on the CPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, late: int = 0) -> None:
+        self._late = late
+        self.captures = 0
+        self.replays = 0
+
+    def stream(self) -> Any:
+        return object()
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def event(self) -> HostEvent:
+        return HostEvent(self._late)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def capture(self, run: Callable[[], object], stream: Any) -> Callable[[], None]:
+        recorder = Recorder()
+        with _recording(recorder):
+            run()
+        self.captures += 1
+
+        def replay() -> None:
+            self.replays += 1
+            recorder.replay()
+
+        return replay
+
+    def peak(self, run: Callable[[], object]) -> int:
+        run()
+        return 2**20
+
+    def memory(self) -> tuple[int, int]:
+        return 2**30, 2**31
+
+
+@contextlib.contextmanager
+def _recording(recorder: Recorder) -> Iterator[None]:
+    Recorder.active = recorder
+    try:
+        with recorder:
+            yield
+    finally:
+        Recorder.active = None

@@ -1,0 +1,203 @@
+"""FlashInfer that is missing or does not fit is refused with the versions found and the install line; what it
+compiles is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sapwood.kernels import flashinfer as loading
+from sapwood.kernels.flashinfer import INSTALL, Versions, jit_progress, load_flashinfer, versions_found
+
+FITS = Versions("0.7.4", "2.13.0", "12.8", "570.86.10", "12.8", "12.8")
+
+
+def package(version: str | None) -> ModuleType:
+    module = ModuleType("flashinfer")
+    if version is not None:
+        module.__version__ = version  # type: ignore[attr-defined]
+    return module
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, module: ModuleType | None) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+
+
+def refusal(found: Versions) -> str:
+    with pytest.raises(RuntimeError) as error:
+        load_flashinfer(found)
+    assert str(found) in str(error.value)
+    assert str(error.value).endswith(INSTALL)
+    return str(error.value)
+
+
+def test_what_fits_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = package("0.7.4")
+    installed(monkeypatch, module)
+    assert load_flashinfer(FITS) is module
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"flashinfer": None}, "FlashInfer is not installed"),
+        ({"flashinfer": "0.6.9"}, "FlashInfer must be 0.7 or newer"),
+        ({"flashinfer": "0.8.0"}, "older than 0.8"),
+        ({"torch": "2.13.0+cpu", "torch_cuda": None}, "this torch has no CUDA"),
+        ({"driver": None, "driver_cuda": None}, "there is no NVIDIA driver"),
+        ({"torch_cuda": "13.0"}, "the driver is too old for CUDA 13.0, which torch was built for"),
+        ({"nvcc": "13.1"}, "the driver is too old for what nvcc 13.1 compiles"),
+        ({"nvcc": None}, "FlashInfer compiles its kernels with nvcc"),
+    ],
+)
+def test_what_does_not_fit_is_told(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str
+) -> None:
+    installed(monkeypatch, package("0.7.4"))
+    assert reason in refusal(replace(FITS, **change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"torch_cuda": "12.9"},
+        {"driver_cuda": "13.0"},
+        {"nvcc": None, "compiled": True},
+        {"driver": None},
+        {"flashinfer": "0.7.10.post1"},
+    ],
+    ids=["a minor version ahead", "a newer driver", "compiled kernels", "WSL", "a later patch"],
+)
+def test_what_works_together_is_not_refused(change: dict[str, Any]) -> None:
+    assert replace(FITS, **change).problem() is None
+
+
+def test_every_version_found_is_named() -> None:
+    text = str(FITS)
+    for part in ("FlashInfer 0.7.4", "torch 2.13.0 built for CUDA 12.8", "driver 570.86.10", "nvcc 12.8"):
+        assert part in text
+    nothing = str(Versions(None, "2.13.0+cpu", None, None, None, None))
+    assert nothing == "FlashInfer none, torch 2.13.0+cpu built without CUDA, no driver, nvcc none"
+
+
+def test_a_package_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, None)
+    assert "FlashInfer cannot be imported: " in refusal(FITS)
+
+
+def test_a_copy_without_metadata_is_asked_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, package("0.6.1"))
+    with pytest.raises(RuntimeError, match=r"must be 0\.7 or newer.*FlashInfer 0\.6\.1"):
+        load_flashinfer(replace(FITS, flashinfer=loading._UNKNOWN))
+    installed(monkeypatch, package("0.7.4"))
+    assert load_flashinfer(replace(FITS, flashinfer=loading._UNKNOWN)) is sys.modules["flashinfer"]
+
+
+def torch_like(cuda: str | None, runs: int) -> Any:
+    native = SimpleNamespace(_cuda_getDriverVersion=lambda: runs) if cuda else SimpleNamespace()
+    return SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(cuda=cuda), _C=native)
+
+
+def test_versions_are_read_from_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.41'\n")
+    nvcc.chmod(0o755)
+    driver = tmp_path / "version"
+    driver.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Wed Jan 8 2025\nGCC 12.3.0\n"
+    )
+    monkeypatch.setenv("FLASHINFER_NVCC", str(nvcc))
+    monkeypatch.setattr(loading, "_DRIVER", driver)
+    found = versions_found(torch_like("12.8", 12090))
+    assert (found.torch_cuda, found.driver_cuda, found.driver, found.nvcc) == (
+        "12.8", "12.9", "570.86.10", "12.9",
+    )  # fmt: skip
+    monkeypatch.setenv("FLASHINFER_NVCC", str(tmp_path / "none"))
+    monkeypatch.setattr(loading, "_DRIVER", tmp_path / "none")
+    found = versions_found(torch_like(None, 0))
+    assert (found.torch_cuda, found.driver_cuda, found.driver, found.nvcc) == (None, None, None, None)
+
+
+def test_importing_this_imports_neither_torch_nor_flashinfer() -> None:
+    code = "import sys, sapwood.kernels.flashinfer; print({'torch', 'flashinfer'} & set(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == "set()"
+
+
+class Spec:
+    """A kernel as flashinfer.jit.core has them."""
+
+    name = "batch_decode"
+
+    def __init__(self, compiled: bool, work: Any = lambda: None) -> None:
+        self.is_compiled, self._work = compiled, work
+
+    def build_and_load(self) -> str:
+        self._work()
+        return "loaded"
+
+
+def compiling() -> tuple[Any, type[Spec]]:
+    """A FlashInfer whose kernels are of this type."""
+
+    class Own(Spec):
+        build_and_load = Spec.build_and_load
+
+    return SimpleNamespace(jit=SimpleNamespace(core=SimpleNamespace(JitSpec=Own))), Own
+
+
+def test_a_kernel_that_is_compiled_is_told_before_meanwhile_and_after() -> None:
+    flashinfer, spec = compiling()
+    told: list[str] = []
+    twice = threading.Event()
+
+    def log(line: str) -> None:
+        told.append(line)
+        if len(told) >= 3:
+            twice.set()
+
+    with jit_progress(flashinfer, log, every=0.01):
+        assert spec(False, lambda: twice.wait(10)).build_and_load() == "loaded"
+    assert told[0].startswith("compiling batch_decode")
+    assert told[1].startswith("still compiling batch_decode, 0 s")
+    assert told[-1].startswith("compiled batch_decode in 0 s")
+    before = list(told)
+    spec(False).build_and_load()
+    assert told == before, "outside nothing is told"
+
+
+def test_nothing_is_said_of_a_kernel_that_is_there() -> None:
+    flashinfer, spec = compiling()
+    told: list[str] = []
+    with jit_progress(flashinfer, told.append):
+        assert spec(True).build_and_load() == "loaded"
+    assert told == []
+
+
+def test_a_failure_is_the_compilers_own_and_ends_what_is_told() -> None:
+    flashinfer, spec = compiling()
+    told: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("Ninja build failed.")
+
+    with jit_progress(flashinfer, told.append, every=60), pytest.raises(RuntimeError, match="Ninja"):
+        spec(False, fail).build_and_load()
+    assert len(told) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "jit progress"]
+
+
+def test_a_flashinfer_that_compiles_otherwise_is_left_alone() -> None:
+    for module in (
+        SimpleNamespace(),
+        SimpleNamespace(jit=SimpleNamespace(core=SimpleNamespace(JitSpec=int))),
+    ):
+        with jit_progress(module, print):
+            pass
