@@ -17,8 +17,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import sapwood
+from bench.processes import cuda_libraries
 from sapwood import Engine, SamplingParams
 from sapwood.srt.errors import (
     BadRequest,
@@ -488,6 +490,14 @@ def _lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch brings CUDA's libraries itself")
+def test_nothing_of_cuda_is_loaded_without_a_gpu(engine: Engine) -> None:
+    engine.generate("One,", {"max_new_tokens": 2})
+    found = {" ".join(p.cmdline()[-4:]): cuda_libraries(p.pid) for p in processes()}
+    assert len(found) == 4, found
+    assert not any(found.values()), found
 
 
 def test_what_cannot_start_says_why_and_leaves_nothing(model: str, tmp_path: Path) -> None:

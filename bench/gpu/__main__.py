@@ -1,0 +1,133 @@
+"""The worker on a GPU: one command, under five minutes, a table, and JSON.
+
+    python -m bench.gpu [--json FILE] [--seconds 280] [--only PART,...] [--flashinfer-from DIR]
+                        [--no-flashinfer] [--dry-run]
+
+A model of Llama 3.1 8B's shape with random weights in bf16, behind the worker's own DeviceRunner, which is
+given Steps as the scheduler gives them. Decode is a share of the reading that was measured on the spot (bytes
+of weights and of K and V that a step must read), prefill of the matmul rate. A part that fails, hangs or does
+not fit the time is told as such, and the others go on in a new process. Without FlashInfer (not there, not
+whole, or not compiled in time) attention is torch's SDPA over gathered KV, and the table says so; with
+FlashInfer that is the baseline. `--flashinfer-from` is a folder that is put first on the path, for where only
+a part of the wheel can be brought along. Needs torch, numpy, msgspec, llguidance and, for tests/gpu, pytest.
+
+`--dry-run` runs every part on a CPU that stands in for a GPU, with a tiny model of the same architecture and
+the tests' double of FlashInfer: it shows that the script works, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.parts import NAMES
+from bench.gpu.report import Report
+from bench.gpu.watch import Crew
+
+SECONDS = 280.0
+
+
+class Bench:
+    """One run: prints as it goes, and writes what there is after each part."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, self._begin = args, time.monotonic()
+        self._date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._report = Report(args.dry_run)
+        options = ["--dry-run"] if args.dry_run else []
+        options += ["--flashinfer-from", str(args.flashinfer_from.absolute())] if args.flashinfer_from else []
+        self._crew = Crew(options, args.seconds, self._seen, "bench.gpu.child")
+        self._crew.plain = "--no-flashinfer" if args.no_flashinfer else ""
+
+    def run(self, names: list[str]) -> dict[str, Any]:
+        if self._args.dry_run:
+            print("Dry run on a CPU: no figure below says anything of a GPU.")
+        print(f"{'part':<14}{'what':<50}{'figure':>18}  {'share or ratio':<18}goal")
+        self._crew.run(names)
+        result = self.result()
+        print(f"\nhardware: {result['hardware']}; attention: {result['backend']}")
+        print(f"{result['seconds']} s of {self._args.seconds:.0f}; goals not met: {_goals(result)}")
+        self._write(result)
+        return result
+
+    def result(self) -> dict[str, Any]:
+        """All that is known so far."""
+        parts: dict[str, dict[str, Any]] = {
+            name: {
+                "status": outcome.status, "reason": outcome.reason, "seconds": outcome.seconds,
+                "limit": outcome.limit, "rows": outcome.rows,
+            }
+            for name, outcome in self._crew.outcomes.items()
+        }  # fmt: skip
+        rows = [(name, row) for name, part in parts.items() for row in part["rows"]]
+        about: dict[str, Any] = next((row for _name, row in rows if "hardware" in row), {})
+        return {
+            "hardware": about.get("hardware", "unknown"), "dry_run": self._args.dry_run, "date": self._date,
+            "command": " ".join(["python -m bench.gpu", *sys.argv[1:]]), "budget": self._args.seconds,
+            "seconds": round(time.monotonic() - self._begin, 1), "versions": about.get("versions", {}),
+            "backend": self._backend(parts), "no_flashinfer": self._crew.plain or None,
+            "no_graphs": self._crew.no_graphs or None,
+            "not_met": [f"{name}: {row['what']}" for name, row in rows if row.get("met") is False],
+            "parts": parts,
+        }  # fmt: skip
+
+    def _backend(self, parts: dict[str, Any]) -> str:
+        """What attention was computed with, and why not with FlashInfer if so."""
+        facts = [row["facts"] for row in parts.get("model", {}).get("rows", []) if "facts" in row]
+        used = facts[-1]["attention"] if facts else "unknown: no model was loaded"
+        if self._crew.plain:
+            used = f"{used}: torch SDPA over gathered KV; no FlashInfer ({self._crew.plain})"
+        if self._crew.no_graphs:
+            used = f"{used}; without graphs ({self._crew.no_graphs})"
+        return str(used)
+
+    def _seen(self, part: str, row: dict[str, Any] | None) -> None:
+        if row is not None:
+            print(self._report.take(part, row), flush=True)
+            return
+        outcome = self._crew.outcomes[part]
+        print(self._report.over(part, outcome.status, outcome.reason, outcome.seconds), flush=True)
+        self._write(self.result())
+
+    def _write(self, result: dict[str, Any]) -> None:
+        if self._args.json:
+            self._args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _goals(result: dict[str, Any]) -> str:
+    if result["dry_run"]:
+        return "a dry run has none"
+    return "; ".join(result["not_met"]) or "none"
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m bench.gpu"
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all of it (default: {SECONDS})")
+    parser.add_argument("--only", default=",".join(NAMES), help=f"parts: {', '.join(NAMES)}")
+    parser.add_argument("--flashinfer-from", type=Path)
+    parser.add_argument("--no-flashinfer", action="store_true", help="measure plain torch")
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args(argv)
+    if unknown := sorted(set(args.only.split(",")) - set(NAMES)):
+        parser.error(f"--only {unknown[0]}: parts are {', '.join(NAMES)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parsed(argv)
+    asked = {"found", *args.only.split(",")}
+    result = Bench(args).run([name for name in NAMES if name in asked])
+    failed = [name for name, part in result["parts"].items() if part["status"] in ("failed", "cut")]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
