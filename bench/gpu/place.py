@@ -8,7 +8,6 @@ import platform
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -106,13 +105,6 @@ def _stand_in() -> Accelerator:
 
 
 def _double() -> Any:
-    """The tests' double of FlashInfer; each of its functions is one kernel in a captured graph."""
-    from tests.gpu import flashinfer_double, ops_double
-    from tests.gpu.host_accelerator import opaque
+    from tests.gpu.package_double import package
 
-    def whole(kind: type) -> type:
-        return type(kind.__name__, (kind,), {"run": opaque(kind.run)})  # type: ignore[attr-defined]
-
-    wrappers = {n: whole(kind) for n, kind in vars(flashinfer_double).items() if n.endswith("Wrapper")}
-    ops = {name: opaque(getattr(ops_double, name)) for name in ops_double.SIGNATURES}
-    return SimpleNamespace(__version__="of the tests' double, in torch", **wrappers, **ops)
+    return package()

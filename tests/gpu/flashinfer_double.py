@@ -337,3 +337,13 @@ def merged(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
 
 def _dtype(given: Any) -> torch.dtype:
     return getattr(torch, given) if isinstance(given, str) else given
+
+
+def merge_state_in_place(
+    v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
+) -> None:
+    """v [n, heads, d] and s [n, heads], the base-2 logarithm of its sum, become those of both together."""
+    assert s.dtype == s_other.dtype == torch.float32
+    out, lse = merged(v, s, v_other, s_other)
+    v.copy_(out)
+    s.copy_(lse)

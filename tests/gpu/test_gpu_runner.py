@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,23 +14,13 @@ from sapwood.srt import messages
 from sapwood.srt.errors import ConfigError
 from sapwood.srt.messages import RowStart, Step, StepResult
 from sapwood.srt.worker.device.forward import EAGER_STEPS, graph_sizes
-from tests.gpu import flashinfer_double
 from tests.gpu.device_bench import OneByOne, device_bench
-from tests.gpu.host_accelerator import HostAccelerator, opaque
+from tests.gpu.host_accelerator import HostAccelerator
+from tests.gpu.package_double import package
 from tests.models import tiny_llama
 from tests.worker_bench import SLOTS, Bench, Stream, ids_of, make_bench, row_start, run_streams
 
 JSON = 'start: "{" /[a-z]{1,12}/ ":" /[0-9]{1,9}/ "}"'
-
-
-def kernels() -> Any:
-    """FlashInfer's double, each of whose runs is one kernel that a graph replays."""
-
-    def whole(kind: type) -> type:
-        return type(kind.__name__, (kind,), {"run": opaque(kind.run)})
-
-    names = [name for name in vars(flashinfer_double) if name.endswith("Wrapper")]
-    return SimpleNamespace(**{name: whole(getattr(flashinfer_double, name)) for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +50,7 @@ def capture_all(bench: Bench) -> int:
 @pytest.fixture(params=["eager", "graphs", "graphs, late events", "gathered"])
 def device(request: pytest.FixtureRequest, folder: Path) -> Bench:
     accelerator = HostAccelerator(late=3 if "late" in request.param else 0)
-    attention = None if request.param == "gathered" else kernels()
+    attention = None if request.param == "gathered" else package()
     bench = device_bench(folder, accelerator, attention, disable_cuda_graph=request.param == "eager")
     assert bool(capture_all(bench)) == ("graphs" in request.param)
     return bench
@@ -238,25 +227,25 @@ def step_of(number: int, admitted: list[RowStart], parts: list[tuple[list[int], 
 
 
 def test_a_step_is_begun_before_the_one_before_is_read(folder: Path) -> None:
-    plain = device_bench(folder, HostAccelerator(), kernels())
-    late = device_bench(folder, HostAccelerator(late=2), kernels())
+    plain = device_bench(folder, HostAccelerator(), package())
+    late = device_bench(folder, HostAccelerator(late=2), package())
     capture_all(late)
     assert chain(late, 12, ahead=True) == chain(plain, 12, ahead=False)
 
 
 def test_a_decode_step_runs_in_the_next_larger_graph(folder: Path) -> None:
     accelerator = HostAccelerator()
-    bench = device_bench(folder, accelerator, kernels())
+    bench = device_bench(folder, accelerator, package())
     assert graph_sizes(8) == [8, 4, 2, 1]
     assert capture_all(bench) == 4
     assert accelerator.captures == 8, "one for each lane"
-    eager = device_bench(folder, HostAccelerator(), kernels(), disable_cuda_graph=True)
+    eager = device_bench(folder, HostAccelerator(), package(), disable_cuda_graph=True)
     assert chain(bench, 9, ahead=False) == chain(eager, 9, ahead=False)
     assert accelerator.replays == 8, "all but the prompts' step"
 
 
 def test_what_pads_a_graph_touches_nobody(folder: Path) -> None:
-    bench = device_bench(folder, HostAccelerator(), kernels())
+    bench = device_bench(folder, HostAccelerator(), package())
     capture_all(bench)
     chain(bench, 9, ahead=False)
     used = {100 * r + p for r in range(3) for p in range(6 + r + 8)}
@@ -267,7 +256,7 @@ def test_what_pads_a_graph_touches_nobody(folder: Path) -> None:
 
 def test_a_server_that_is_never_idle_gets_its_graphs(folder: Path) -> None:
     accelerator = HostAccelerator()
-    bench = device_bench(folder, accelerator, kernels())
+    bench = device_bench(folder, accelerator, package())
     chain(bench, EAGER_STEPS + 3, ahead=False)
     assert accelerator.captures == 2, "the largest, once for each lane"
     assert accelerator.replays
@@ -275,7 +264,7 @@ def test_a_server_that_is_never_idle_gets_its_graphs(folder: Path) -> None:
 
 def test_a_step_that_reads_more_than_a_graph_may_is_run_without(folder: Path) -> None:
     accelerator = HostAccelerator()
-    bench = device_bench(folder, accelerator, kernels(), max_total_tokens=30)
+    bench = device_bench(folder, accelerator, package(), max_total_tokens=30)
     capture_all(bench)
     prefix = list(range(24))
     ids = ids_of(25, 2)
@@ -289,6 +278,6 @@ def test_a_step_that_reads_more_than_a_graph_may_is_run_without(folder: Path) ->
 
 def test_memory_that_does_not_do_is_told_with_what_to_change(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"--max-total-tokens 9000000 needs .* GiB are left besides"):
-        device_bench(folder, HostAccelerator(), kernels(), max_total_tokens=9_000_000)
-    bench = device_bench(folder, HostAccelerator(), kernels(), max_total_tokens=None)
+        device_bench(folder, HostAccelerator(), package(), max_total_tokens=9_000_000)
+    bench = device_bench(folder, HostAccelerator(), package(), max_total_tokens=None)
     assert bench.pool.num_slots > SLOTS

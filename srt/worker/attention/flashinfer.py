@@ -176,6 +176,11 @@ class FlashInferAttention:
         """
         self._layers.attend(layer, self._parts, qkv, out)
 
+    def warm_up(self) -> None:
+        """Merge two results, as a cascade does: at first use its kernel is compiled, and everybody waits."""
+        if self._worth is not None:
+            self._wrappers.merge_once()
+
     def for_graph(self, rows: int, max_indices: int) -> DecodeForGraph:
         """A decode of `rows` rows, which have no more than `max_indices` positions together.
 

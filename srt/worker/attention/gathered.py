@@ -29,6 +29,9 @@ class GatheredAttention:
         """Never: what rows share is gathered for each."""
         return False
 
+    def warm_up(self) -> None:
+        """Nothing is compiled."""
+
     def for_graph(self, rows: int, max_indices: int) -> GatheredAttention:
         """The same again, where a replay is a call. Raises ConfigError on a GPU: a captured graph keeps the
         sizes of the step that it was captured with, and what is gathered here has another size each step."""

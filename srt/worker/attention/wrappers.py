@@ -39,6 +39,7 @@ class Wrappers:
         self._workspace = workspace
         self._heads = (spec.q_heads, spec.kv_heads, spec.head_dim)
         self._common = {"sm_scale": spec.scale, "q_data_type": dtype, "kv_data_type": kv_dtype}
+        self._dtype = dtype
         self._deterministic = deterministic
         grouped = spec.q_heads // spec.kv_heads >= TENSOR_CORES_FROM
         self.tensor_cores = deterministic or grouped or kv_dtype in FP8
@@ -72,6 +73,14 @@ class Wrappers:
 
     def cascade(self, levels: int) -> Wrapper:
         return self._flashinfer.MultiLevelCascadeAttentionWrapper(levels, self._workspace, "NHD")
+
+    def merge_once(self) -> None:
+        """Merge two results of one query, of zeros."""
+        heads, _kv_heads, d = self._heads
+        device = self._workspace.device
+        values = torch.zeros((2, 1, heads, d), dtype=self._dtype, device=device)
+        sums = torch.zeros((2, 1, heads), dtype=torch.float32, device=device)
+        self._flashinfer.merge_state_in_place(values[0], sums[0], values[1], sums[1])
 
     def plan_decode(self, wrapper: Wrapper, paged: Paged, window: int) -> None:
         wrapper.plan(

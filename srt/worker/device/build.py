@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sapwood.kernels.ops.device_sampling import WORKSPACE
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.models.decoder import Batch, Decoder
@@ -122,7 +123,8 @@ class _Making:
         kept = max(0, before - free)  # the buffers between the layers, which stay
         graphs = LANES * (WORKSPACE_BYTES + len(self._graph_sizes) * GRAPH_BYTES)
         config = self._config
-        slots, why = choose_slots(config, free, max(0, peak - kept), graphs, self.slot_bytes)
+        activations = max(0, peak - kept) + self._sampling_bytes()
+        slots, why = choose_slots(config, free, activations, graphs, self.slot_bytes)
         least = self._site.group.smallest(slots)
         return least, why if least == slots else f"{why}; another rank has room for no more"
 
@@ -132,11 +134,18 @@ class _Making:
         pool = self.pool(1)
         batch = Batch(zeros, zeros, zeros, zeros[:1], zeros[:1], zeros[:1])
         hidden = self._decoder.forward(batch, pool, _attend_nothing)
+        self._decoder.logits(hidden, zeros[: self._lines()])
+
+    def _lines(self) -> int:
+        """The most lines of logits that a step draws from."""
         config = self._config
-        lines = config.max_running_requests * (1 + config.speculative_num_draft_tokens)
-        logits = self._decoder.logits(hidden, zeros[: min(lines, self._tokens)])
-        # Sampling sorts a copy, and has a few more of the kind.
-        logits.sort(dim=-1, descending=True, stable=True)
+        return min(config.max_running_requests * (1 + config.speculative_num_draft_tokens), self._tokens)
+
+    def _sampling_bytes(self) -> int:
+        """What sampling takes at most: room to sort, copies of lines that are changed, and what rows with
+        penalties have had."""
+        vocab, rows = self._decoder.spec.vocab, self._config.max_running_requests
+        return min(WORKSPACE, 16 * vocab * self._lines()) + vocab * (4 * self._lines() + 5 * rows)
 
     def pool(self, num_slots: int) -> KvPool:
         spec = self._decoder.spec
@@ -149,6 +158,8 @@ class _Making:
         max_tokens = min(source.context_length, pool.num_slots)
         spec = decoder.spec
         tokens = TokenPool(capacity + 1, max_tokens, spec.vocab, spec.hidden, source.eos_ids)
+        # The dummy row draws with filters, so that what they need is compiled.
+        tokens.temperature[capacity], tokens.top_k[capacity], tokens.top_p[capacity] = 1.0, 5, 0.5
         columns = DeviceColumns(tokens, accelerator.device, accelerator.pinned)
         sizes = Sizes(
             tokens=self._tokens,

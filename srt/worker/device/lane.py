@@ -9,7 +9,7 @@ Everything of lane 0 belongs to steps k, k+2, ...: it is written for k+2 only on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,9 @@ class Attention(Protocol):
 class LaneAttention(Attention, Protocol):
     def shares(self, paged: Paged) -> bool:
         """Whether `plan` reads what rows share once: then a graph, which reads it for each, is the slower."""
+
+    def warm_up(self) -> None:
+        """Have what no step of dummies uses compiled."""
 
     def for_graph(self, rows: int, max_indices: int) -> Attention:
         """For decode steps of so many rows: `attend` may be captured, and reads what was planned last."""
@@ -146,6 +149,12 @@ class Lane:
         slots = zeros + self._sizes.dummy_slot
         starts, counts = np.zeros(rows, np.int32), np.full(rows, tokens, np.int32)
         return Given(zeros, np.repeat(row, tokens), positions, slots, row, starts, counts, zeros[:0])
+
+    def warm_ups(self) -> Iterator[Given]:
+        """Steps that use each kernel that there is: for decodes, and for few and for many tokens a row."""
+        self._attention.warm_up()
+        for tokens in (1, 2, 128):
+            yield self.dummies(1, min(tokens, self._sizes.tokens, self._slot_table.shape[1]))
 
     def capture(self, rows: int, capture: Callable[[Planned], Callable[[], None]]) -> None:
         """Add the graph of decode steps of so many rows: `capture` makes it of a planned step of dummies."""

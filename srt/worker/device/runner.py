@@ -118,10 +118,12 @@ class DeviceRunner:
         """Run what a step may need once, so that what is compiled at first use is compiled."""
         parts = self._parts
         for lane in parts.lanes:
-            for given in (lane.dummies(1), lane.dummies(1, 2)):
+            for given in lane.warm_ups():
                 with parts.accelerator.using(parts.compute):
                     hidden = parts.forward(lane.plan(given))
-                    parts.decoder.logits(hidden, lane.lines(np.zeros(1, np.int32)))
+                    logits = parts.decoder.logits(hidden, lane.lines(np.zeros(1, np.int32)))
+                    one, none = np.ones(1, np.int32), np.empty(0, np.int32)
+                    self._sample(logits, Places(given.rows[:1], one, one, one * 0, none))
                 done = parts.accelerator.event()
                 done.record(parts.compute)
                 done.synchronize()

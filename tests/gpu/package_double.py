@@ -1,0 +1,29 @@
+"""All that the worker calls of FlashInfer, each function one kernel that a graph of the stand-in replays."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tests.gpu import flashinfer_double, ops_double, sampling_double
+from tests.gpu.host_accelerator import opaque
+
+
+def package() -> Any:
+    """What stands for the module `flashinfer`."""
+
+    def whole(kind: Any) -> type:
+        return type(kind.__name__, (kind,), {"run": opaque(kind.run)})
+
+    wrappers = {
+        name: whole(kind) for name, kind in vars(flashinfer_double).items() if name.endswith("Wrapper")
+    }
+    operations = {name: opaque(getattr(ops_double, name)) for name in ops_double.SIGNATURES}
+    filters = {name: getattr(sampling_double, name) for name in sampling_double.SIGNATURES}
+    return SimpleNamespace(
+        __version__="of the tests' double, in torch",
+        merge_state_in_place=flashinfer_double.merge_state_in_place,
+        **wrappers,
+        **operations,
+        **filters,
+    )
