@@ -15,15 +15,13 @@ def package() -> Any:
     def whole(kind: Any) -> type:
         return type(kind.__name__, (kind,), {"run": opaque(kind.run)})
 
-    wrappers = {
-        name: whole(kind) for name, kind in vars(flashinfer_double).items() if name.endswith("Wrapper")
-    }
+    kinds = {name: kind for name, kind in vars(flashinfer_double).items() if name.endswith("Wrapper")}
     operations = {name: opaque(getattr(ops_double, name)) for name in ops_double.SIGNATURES}
     filters = {name: getattr(sampling_double, name) for name in sampling_double.SIGNATURES}
     return SimpleNamespace(
         __version__="of the tests' double, in torch",
         merge_state_in_place=flashinfer_double.merge_state_in_place,
-        **wrappers,
+        **{name: whole(kind) for name, kind in kinds.items()},
         **operations,
         **filters,
     )
