@@ -96,7 +96,7 @@ class Session:
         """What a tiny model shares is never worth a level."""
         for lane in self._parts.lanes:
             if getattr(lane._attention, "_worth", None) is not None:
-                lane._attention._worth = 1
+                lane._attention._worth = lane._attention._worth_uncaptured = 1
 
     def _fill(self) -> None:
         """Random K and V."""

@@ -65,6 +65,8 @@ class Follower:
 class _Unread:
     """`reader.Fetch` of what nobody asks for."""
 
+    at_once = False
+
     def logprobs(
         self, logits: torch.Tensor, source: Int32s, ids: Int32s, tops: Int32s, chosen: Mapping[int, Int32s]
     ) -> Callable[[], list[TokenLogprob]]:

@@ -21,6 +21,9 @@ from sapwood.srt.worker import cpu
 from sapwood.srt.worker.choice import Choice, choose
 from sapwood.srt.worker.grammars import Grammars, make_grammars
 
+IDLE_SECONDS = 0.02
+"""After so long without a message there is time for what can be put off."""
+
 _log = logging.getLogger("sapwood")
 
 
@@ -151,7 +154,7 @@ def _follow(boot: Boot, lifeline: Lifeline, inbox: Inbox, choice: Choice, group:
 
 def turn(inbox: Inbox, scheduler: Outbox, runner: Runs, grammars: Grammars) -> None:
     """Wait for messages, for grammars that are loaded, for steps that have ended; answer what there is."""
-    received = inbox.receive(0.0 if runner.has_spare_work() else None)
+    received = inbox.receive(IDLE_SECONDS if runner.has_spare_work() else None)
     if not received:
         runner.idle()
     for message in received:

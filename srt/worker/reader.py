@@ -54,7 +54,10 @@ class _Span(NamedTuple):
 
 
 class Fetch(Protocol):
-    """Brings what the device has computed to the host: both tell how to get it once the step is done."""
+    """Brings what the device has computed to the host: both tell how to get it once the step is done, or, if
+    it is there `at_once`, already before."""
+
+    at_once: bool
 
     def logprobs(
         self, logits: torch.Tensor, source: Int32s, ids: Int32s, tops: Int32s, chosen: Mapping[int, Int32s]
@@ -67,6 +70,8 @@ class Fetch(Protocol):
 
 class HostFetch:
     """What is computed on a CPU is there at once."""
+
+    at_once = True
 
     def logprobs(
         self, logits: torch.Tensor, source: Int32s, ids: Int32s, tops: Int32s, chosen: Mapping[int, Int32s]
@@ -169,21 +174,22 @@ class PromptReader:
         through = span.start + span.size >= reading.prompt_len
         end = span.first + span.size
         begin = span.first if means else end - 1
-        states = [
-            self._fetch.floats(self._decoder.normed(hidden, torch.arange(at, min(at + PIECE_ROWS, end))))
-            for at in (range(begin, end, PIECE_ROWS) if means or through else ())
-        ]
+        states: list[Callable[[], npt.NDArray[np.float64]]] = []
+        for at in range(begin, end, PIECE_ROWS) if means or through else ():
+            states.append(
+                self._fetch.floats(self._decoder.normed(hidden, torch.arange(at, min(at + PIECE_ROWS, end))))
+            )
+            if self._fetch.at_once:  # no more than one piece is held
+                _fold(reading, states.pop()(), means)
         if through:
             reading.pooling = None
 
         def tell(reads: Reads) -> None:
-            pooled = reading.total
-            for part in (state() for state in states):
-                # One after the other, so that it does not show where one chunk ended.
-                pooled = np.add.accumulate(np.vstack([pooled, part]), axis=0)[-1] if means else part[0]
-            reading.total = pooled
+            for state in states:
+                _fold(reading, state(), means)
             if through:
-                self._tell_pooled(span.row, pooled / reading.prompt_len if means else pooled, reads)
+                pooled = reading.total / reading.prompt_len if means else reading.total
+                self._tell_pooled(span.row, pooled, reads)
 
         return tell
 
@@ -192,3 +198,9 @@ class PromptReader:
             reads.reads.append(RowRead(row, pooled=pooled.astype("<f4").tobytes()))
         else:
             reads.fail(row)
+
+
+def _fold(reading: Reading, states: npt.NDArray[np.float64], means: bool) -> None:
+    """Take in more hidden states of a prompt: one after the other, so that it does not show where one chunk
+    ended."""
+    reading.total = np.add.accumulate(np.vstack([reading.total, states]), axis=0)[-1] if means else states[0]

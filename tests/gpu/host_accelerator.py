@@ -1,15 +1,16 @@
 """A CPU that stands in for a GPU behind `Accelerator`: for the tests of the device's runner, and dry runs.
 
 Work is done at once, but an event that was not recorded may not be waited for, and one that is recorded is
-only done once it was looked at `late` times: so results are read after several steps, as with a GPU. A
-captured graph is a list of the torch operations that ran, with their very tensors: as with a GPU it knows
-nothing of Python values that have changed since.
+only done once it was looked at `late` times, or `seconds` later: so results are read when the next step has
+begun, as with a GPU. A captured graph is a list of the torch operations that ran, with their very tensors: as
+with a GPU it knows nothing of Python values that have changed since.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,16 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class HostEvent:
-    """Done once it was looked at more than `late` times, or waited for in the main thread; other threads wait
-    until then."""
+    """Done once it was looked at more than `late` times, or waited for in the main thread; or, with
+    `seconds`, so long after it was recorded."""
 
-    def __init__(self, late: int) -> None:
+    def __init__(self, late: int, seconds: float) -> None:
         self._late = late
-        self._recorded = False
+        self._seconds = seconds
+        self._recorded = 0.0
         self._done = threading.Event()
 
     def record(self, stream: Any) -> None:
-        self._recorded = True
+        self._recorded = time.monotonic()
 
     def wait(self, stream: Any) -> None:
         assert self._recorded, "a stream waits for an event that was never recorded"
@@ -37,13 +39,15 @@ class HostEvent:
     def query(self) -> bool:
         assert self._recorded, "an event is looked at that was never recorded"
         self._late -= 1
-        if self._late < 0:
+        if self._late < 0 and time.monotonic() >= self._recorded + self._seconds:
             self._done.set()
         return self._done.is_set()
 
     def synchronize(self) -> None:
         assert self._recorded, "an event is waited for that was never recorded"
-        if threading.current_thread() is threading.main_thread():
+        if self._seconds:
+            time.sleep(max(0.0, self._recorded + self._seconds - time.monotonic()))
+        if self._seconds or threading.current_thread() is threading.main_thread():
             self._done.set()
         self._done.wait()
 
@@ -106,8 +110,8 @@ class HostAccelerator:
 
     device = torch.device("cpu")
 
-    def __init__(self, late: int = 0) -> None:
-        self._late = late
+    def __init__(self, late: int = 0, seconds: float = 0.0) -> None:
+        self._late, self._seconds = late, seconds
         self.captures = 0
         self.replays = 0
 
@@ -118,7 +122,7 @@ class HostAccelerator:
         return contextlib.nullcontext()
 
     def event(self) -> HostEvent:
-        return HostEvent(self._late)
+        return HostEvent(self._late, self._seconds)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -135,9 +139,15 @@ class HostAccelerator:
 
         return replay
 
-    def peak(self, run: Callable[[], object]) -> int:
+    def choose(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def peak(self, run: Callable[[], object]) -> tuple[int, int]:
         run()
-        return 2**20
+        return 2**20, 2**19
 
     def memory(self) -> tuple[int, int]:
         return 2**30, 2**31

@@ -36,11 +36,11 @@ class Attention(Protocol):
 
 
 def spec_of(
-    q_heads: int, kv_heads: int, windows: tuple[int, ...] = (0,), query_scalar: float = 0.0
+    q_heads: int, kv_heads: int, windows: tuple[int, ...] = (0,), query_scalar: float = 0.0, head_dim: int = D
 ) -> DecoderSpec:
     return DecoderSpec(
-        hidden=8, layers=len(windows), q_heads=q_heads, kv_heads=kv_heads, head_dim=D, intermediate=8,
-        vocab=8, rms_eps=1e-6, rope=Rope(), rotary=D, tied=True, windows=windows, query_scalar=query_scalar,
+        hidden=8, layers=len(windows), q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=8,
+        vocab=8, rms_eps=1e-6, rope=Rope(), rotary=head_dim, tied=True, windows=windows, query_scalar=query_scalar,
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ class World:
     def __post_init__(self) -> None:
         platform, random = self.platform, torch.Generator().manual_seed(self.seed)
         slots = self.rows * self.room + 1
-        shape = (slots, self.spec.kv_heads, D)
+        shape = (slots, self.spec.kv_heads, self.spec.head_dim)
         self.k, self.v = (
             [
                 torch.randn(shape, generator=random).to(platform.kv_dtype).to(platform.device)
@@ -122,19 +122,20 @@ class World:
     def reference(self, step: Step, qkv: Tensor, layer: int = 0) -> Tensor:
         """float32 [m, q_heads d], on the CPU."""
         spec = self.spec
-        out = torch.empty(len(qkv), spec.q_heads * D)
+        out = torch.empty(len(qkv), spec.q_heads * spec.head_dim)
         columns = (
             torch.tensor(column, dtype=torch.int32) for column in (step.rows, step.starts, step.counts)
         )
         attend_reference(
             qkv.float().cpu(), self.k[layer].float().cpu(), self.v[layer].float().cpu(), self.table, *columns,
-            spec.q_heads, spec.kv_heads, D, spec.scale, out, spec.window(layer),
+            spec.q_heads, spec.kv_heads, spec.head_dim, spec.scale, out, spec.window(layer),
         )  # fmt: skip
         return out
 
     def attended(self, attention: Attention, qkv: Tensor, layer: int = 0) -> Tensor:
         """What a planned attention gives, in its own type, on its device."""
-        out = torch.full((len(qkv), self.spec.q_heads * D), float("nan"), dtype=qkv.dtype, device=qkv.device)
+        shape = (len(qkv), self.spec.q_heads * self.spec.head_dim)
+        out = torch.full(shape, float("nan"), dtype=qkv.dtype, device=qkv.device)
         attention.attend(layer, qkv, out)
         return out
 

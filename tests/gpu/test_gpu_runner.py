@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import select
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +17,12 @@ import torch
 from sapwood.srt import messages
 from sapwood.srt.errors import ConfigError
 from sapwood.srt.messages import RowStart, Step, StepResult
+from sapwood.srt.worker.device import runner as runner_module
 from sapwood.srt.worker.device.forward import EAGER_STEPS, graph_sizes
+from sapwood.srt.worker.device.pieces import pieces_of
+from sapwood.srt.worker.sampler import Places
 from tests.gpu.device_bench import OneByOne, device_bench
-from tests.gpu.host_accelerator import HostAccelerator
+from tests.gpu.host_accelerator import HostAccelerator, HostEvent
 from tests.gpu.package_double import package
 from tests.models import tiny_llama
 from tests.worker_bench import SLOTS, Bench, Stream, ids_of, make_bench, row_start, run_streams
@@ -189,11 +196,13 @@ def test_prompts_are_read(host: Bench, device: Bench) -> None:
     both(host, device, run)
 
 
-def chain(bench: Bench, tokens: int, ahead: bool, rows: int = 3) -> list[list[int]]:
+def chain(
+    bench: Bench, tokens: int, ahead: bool, rows: int = 3, results: list[StepResult] | None = None
+) -> list[list[int]]:
     """What `rows` rows decode, each step begun before the one before is read if `ahead`."""
     runner, number, taken = runner_of(bench), bench.number, 0
     prompts = [ids_of(6 + r, 20 + r) for r in range(rows)]
-    results: list[StepResult] = []
+    results = [] if results is None else results
     for step in range(tokens):
         parts = [(p if step == 0 else [-1], 0 if step == 0 else len(p) + step - 1) for p in prompts]
         results += runner.start(
@@ -254,12 +263,141 @@ def test_what_pads_a_graph_touches_nobody(folder: Path) -> None:
         assert not layer[others].any()
 
 
-def test_a_server_that_is_never_idle_gets_its_graphs(folder: Path) -> None:
+def test_a_server_that_is_never_idle_gets_the_graphs_that_fit(folder: Path) -> None:
     accelerator = HostAccelerator()
     bench = device_bench(folder, accelerator, package())
-    chain(bench, EAGER_STEPS + 3, ahead=False)
-    assert accelerator.captures == 2, "the largest, once for each lane"
+    chain(bench, EAGER_STEPS + 4, ahead=False)
+    lanes = runner_of(bench)._parts.lanes
+    assert [list(lane.captured) for lane in lanes] == [[4], [4]]
     assert accelerator.replays
+    chain(bench, EAGER_STEPS + 4, ahead=False, rows=1)
+    assert list(lanes[0].captured) == [1, 4], "a larger one does, but it is not what fits"
+
+
+def test_the_time_that_a_graph_takes_to_make_is_no_steps(folder: Path) -> None:
+    accelerator = HostAccelerator()
+    bench = device_bench(folder, accelerator, package())
+    capture = accelerator.capture
+
+    def slow(run: Callable[[], object], stream: Any) -> Callable[[], None]:
+        time.sleep(0.3)
+        return capture(run, stream)
+
+    accelerator.capture = slow  # type: ignore[method-assign]
+    results: list[StepResult] = []
+    chain(bench, EAGER_STEPS + 4, ahead=False, results=results)
+    assert accelerator.captures
+    assert max(result.seconds for result in results) < 0.3
+
+
+def test_a_graph_for_which_there_is_no_memory_is_done_without(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = HostAccelerator()
+    bench = device_bench(folder, accelerator, package())
+    assert runner_of(bench).idle()
+
+    def full(run: Callable[[], object], stream: Any) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    accelerator.capture = full  # type: ignore[method-assign]
+    assert not runner_of(bench).idle()
+    assert not runner_of(bench).has_spare_work()
+    assert "no memory for a graph of 4 rows" in caplog.text
+    eager = device_bench(folder, HostAccelerator(), package(), disable_cuda_graph=True)
+    assert chain(bench, 9, ahead=False) == chain(eager, 9, ahead=False)
+    assert accelerator.replays, "the one that there is goes on"
+
+
+def test_other_errors_of_a_capture_and_those_of_several_ranks_are_told(folder: Path) -> None:
+    accelerator = HostAccelerator()
+    bench = device_bench(folder, accelerator, package())
+
+    def broken(run: Callable[[], object], stream: Any) -> Callable[[], None]:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    accelerator.capture = broken  # type: ignore[method-assign]
+    with pytest.raises(torch.AcceleratorError):
+        runner_of(bench).idle()
+    forward = runner_of(bench)._parts.forward
+    forward._group = SimpleNamespace(size=2)
+
+    def full(run: Callable[[], object], stream: Any) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    accelerator.capture = full  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        runner_of(bench).idle()
+
+
+def test_a_device_that_fails_ends_the_worker_and_does_not_leave_it_asleep(folder: Path) -> None:
+    accelerator = HostAccelerator()
+    bench = device_bench(folder, accelerator, package())
+
+    class Broken(HostEvent):
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+        synchronize = query  # type: ignore[assignment]
+
+    accelerator.event = lambda: Broken(0, 0.0)  # type: ignore[method-assign]
+    runner = runner_of(bench)
+    parts = [(ids_of(5, 1), 0)]
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        runner.start(step_of(0, [row_start(0)], parts))
+    assert select.select([runner.fileno()], [], [], 10.0)[0]
+
+
+def test_lines_of_logits_are_drawn_from_in_groups(
+    host: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "pieces_of", functools.partial(pieces_of, most=3))
+    device = device_bench(folder, HostAccelerator(), package())
+    plain = Stream(host, 0, ids_of(9, 3), {"temperature": 0.0})
+    run_streams([plain], 16)
+
+    def run(bench: Bench) -> Any:
+        def right(output: list[int]) -> list[int]:
+            return plain.output[len(output) : len(output) + 2]
+
+        params: list[dict[str, Any]] = [
+            {"temperature": 0.0, "logprobs": 2},
+            {"temperature": 1.0, "seed": 2, "grammar": bench.load(JSON), "logprobs": 1},
+            {"temperature": 0.0},
+            {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.3, "logprobs": 1},
+        ]
+        streams = [
+            Stream(bench, row, ids_of(9, 3), one, right if row in (0, 2) else lambda output: [])
+            for row, one in enumerate(params)
+        ]
+        run_streams(streams, 10)
+        return outputs(streams)
+
+    both(host, device, run)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 100])
+def test_groups_of_places_are_whole_and_in_order(most: int) -> None:
+    drafts = np.array([0, 2, 0, 4, 1, 0], np.int32)
+    count, lines = np.arange(6, dtype=np.int32), int((drafts + 1).sum())
+    masked = np.arange(lines, dtype=np.int32) + 50
+    masks = np.zeros((1, 1), np.int32)
+    places = Places(count, count + 1, count + 10, drafts, np.arange(7, dtype=np.int32), masks, masked)
+    parts = pieces_of(places, most)
+    assert [row for some, _ in parts for row in some.rows] == count.tolist()
+    assert [line for _, span in parts for line in range(span.start, span.stop)] == list(range(lines))
+    for some, span in parts:
+        assert int(some.widths.sum()) == span.stop - span.start
+        assert span.stop - span.start <= most or len(some.rows) == 1
+        assert some.masked is not None
+        assert some.masked.tolist() == masked[span].tolist()
+    assert np.concatenate([some.proposed for some, _ in parts]).tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("length", [100, 127, 128])
+def test_a_short_context_is_warmed_up_within_it(tmp_path: Path, length: int) -> None:
+    folder = tiny_llama(tmp_path, max_position_embeddings=length)
+    assert capture_all(device_bench(folder, HostAccelerator(), package())) == 4
 
 
 def test_a_step_that_reads_more_than_a_graph_may_is_run_without(folder: Path) -> None:

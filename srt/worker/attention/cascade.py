@@ -26,6 +26,7 @@ from sapwood.srt.worker.attention.selection import Indices, Tokens, joined, toke
 
 SHARED_LEVELS = 2
 """Levels above the rows' own: each costs a kernel and a merge in every layer, deeper ones are short."""
+LARGEST_TILE = 128
 
 
 @dataclass(slots=True)
@@ -48,19 +49,27 @@ class Cascade:
     rest: Indices
 
 
-def cascade_of(paged: Paged, worth: int) -> Cascade | None:
+def spared_of(paged: Paged, worth: int, group: int) -> int:
+    """How many reads of a position's K and V the cascade of a step spares; 0 where there is none.
+
+    As `cascade_of`; nothing is done on the device.
+    """
+    ids, ends = _worthy(*_ranks(paged), worth, paged.counts * group)
+    return sum(_saved(ids, ends, paged.counts * group))
+
+
+def cascade_of(paged: Paged, worth: int, group: int) -> Cascade | None:
     """The cascade of a step; None unless a level spares `worth` reads of a position's K and V or more.
 
-    What a level that is not worth it would have shared, deeper levels read with what is theirs.
+    `group`: query heads a KV head. What a level that is not worth it would have shared, deeper levels read
+    with what is theirs.
     """
-    ids, ends = _worthy(*_ranks(paged), worth)
+    ids, ends = _worthy(*_ranks(paged), worth, paged.counts * group)
     if not len(ids):
         return None
     seated = _fill(ids, ends) & (ends[-1] <= paged.starts)
     order = np.lexsort(ids[::-1])
     order = order[seated[order]]
-    if not len(order):
-        return None
     own = np.arange(len(seated))
     bounds = [np.zeros_like(ends[0]), *ends, paged.starts + paged.counts]
     levels = [
@@ -84,6 +93,8 @@ def _ranks(paged: Paged) -> tuple[Int32s, Int32s]:
         own_rank = int(rank[members[0]])
         if (covered[members] != begin).any() or (rank[members] != own_rank).any():
             continue  # levels have no gaps: what follows one is not shared
+        if (paged.starts[members] < end).any():
+            continue  # new tokens are their row's own
         if own_rank == len(ids):
             ids.append(np.full(rows, -1, np.int32))
             ends.append(np.zeros(rows, np.int32))
@@ -94,10 +105,10 @@ def _ranks(paged: Paged) -> tuple[Int32s, Int32s]:
     return np.array(ids, np.int32).reshape(shape), np.array(ends, np.int32).reshape(shape)
 
 
-def _worthy(ids: Int32s, ends: Int32s, worth: int) -> tuple[Int32s, Int32s]:
+def _worthy(ids: Int32s, ends: Int32s, worth: int, queries: Int32s) -> tuple[Int32s, Int32s]:
     """The ranks that remain if the least of them goes while there are too many or it is not worth it."""
     while len(ids):
-        saved = _saved(ids, ends)
+        saved = _saved(ids, ends, queries)
         if len(ids) <= SHARED_LEVELS and min(saved) >= worth:
             break
         least = saved.index(min(saved))
@@ -105,17 +116,28 @@ def _worthy(ids: Int32s, ends: Int32s, worth: int) -> tuple[Int32s, Int32s]:
     return ids, ends
 
 
-def _saved(ids: Int32s, ends: Int32s) -> list[int]:
-    """How many reads of a position each rank spares."""
+def _saved(ids: Int32s, ends: Int32s, queries: Int32s) -> list[int]:
+    """How many reads of a position each rank spares, of rows with so many `queries` (tokens times query heads
+    a KV head). Each tile of queries reads what it needs, and how large a tile is follows from the mean of
+    all groups of a level, those of one row among them: many of these make a large group's reads many."""
     saved = []
-    begins = np.zeros_like(ends[0])
+    begins = np.zeros_like(queries)
     for group, end in zip(ids, ends, strict=True):
         members = np.flatnonzero(group >= 0)
-        _, first = np.unique(group[members], return_index=True)
-        lengths = (end - begins)[members]
-        saved.append(int(lengths.sum() - lengths[first].sum()))
+        _, first, place = np.unique(group[members], return_index=True, return_inverse=True)
+        together = np.bincount(place, queries[members]).astype(np.int64)
+        alone = queries[(ids[0] >= 0) & (group < 0)]
+        tile = tile_of(int(together.sum() + alone.sum()) // (len(together) + len(alone)))
+        lengths = (end - begins)[members].astype(np.int64)
+        apart = lengths * -(-queries[members] // LARGEST_TILE)
+        saved.append(int(apart.sum() - (lengths[first] * -(-together // tile)).sum()))
         begins = end
     return saved
+
+
+def tile_of(queries: int) -> int:
+    """The tile that FlashInfer reads K and V for, where rows or groups have so many queries on the mean."""
+    return next((size for size in (16, 64) if queries <= size), LARGEST_TILE)
 
 
 def _fill(ids: Int32s, ends: Int32s) -> npt.NDArray[np.bool_]:

@@ -1,8 +1,12 @@
 """Attention by FlashInfer: planned once a step on the host, then run in every layer.
 
-              pure decode             chunks, drafts, mixes       rows share enough
+              rows of one token       rows of more                rows share enough
  full         decode wrapper          prefill wrapper, causal     cascade; the rest as on the left
  window w     decode wrapper          prefill wrapper, causal     as on the left
+
+On Hopper a prefill is FlashAttention 3, which gives each query head of a row a tile of 128 queries of its own
+and reads K and V for each of these tiles: the decodes of a mixed step have their own kernel, unless they are
+so few or short that its launch would cost more.
 
 Deterministic (batch-invariant) mode: what FlashInfer computes for a row depends on two things of its batch.
 It splits a row's KV the more, the fewer rows there are; and it chooses the tile of queries by the mean length
@@ -14,6 +18,7 @@ that it would get alone. There is no cascade and no FlashAttention 3: neither ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +30,8 @@ from torch import Tensor
 from sapwood.srt.errors import ConfigError
 from sapwood.srt.models.decoder import KvPool
 from sapwood.srt.models.spec import DecoderSpec
-from sapwood.srt.worker.attention.cascade import Cascade, cascade_of
-from sapwood.srt.worker.attention.paged import Int32s, Paged
+from sapwood.srt.worker.attention.cascade import Cascade, cascade_of, spared_of
+from sapwood.srt.worker.attention.paged import Paged
 from sapwood.srt.worker.attention.selection import Indices, Tokens, select, tokens_of
 from sapwood.srt.worker.attention.wrappers import FP8, INT_WORKSPACE_BYTES, Wrapper, Wrappers
 
@@ -34,10 +39,22 @@ WORKSPACE_BYTES = 128 << 20
 """For the partial results of KV that is split, as FlashInfer's documentation advises: it cuts a step into no
 more than twice as many tiles of 128 queries as there are multiprocessors, 17 MiB on an H100 with 128 channels
 a head (before release 0.7.4 it took so much for each query head of a KV head)."""
-HEAD_DIMS = (64, 128, 256, 512)
+HEAD_DIMS = (64, 128, 256)
+"""FlashInfer has kernels for some more, which were never tried here."""
 CASCADE_BYTES = 64 << 20
 """K and V that a level of a cascade must spare in a layer: some 20 microseconds at 3 TB/s, as long as its
 kernel, its merge and the copies of the queries take."""
+LAUNCH_SECONDS = 150e-6
+"""What the host needs to launch a layer's kernels one by one, which a graph spares."""
+BYTES_PER_SECOND = 3e12
+UNCAPTURED_BYTES = int(LAUNCH_SECONDS * BYTES_PER_SECOND)
+"""K and V that cascades must spare, on the mean of all layers, where a graph could take the step: a cascade
+is not captured. Both numbers are estimates for an H100, which bench.gpu measures (graphs on and off)."""
+MIXED_BYTES = 4 << 20
+"""K and V that the decodes of a mixed step must read in a layer to have a kernel of their own: with four query
+heads a KV head, reading them once and not four times spares as long as a launch takes, some 4 microseconds."""
+MERGE_THREADS = 1024
+"""The most of a block: FlashInfer merges all heads of a query in one, each thread 16 bytes or more."""
 
 ALL = slice(None)
 Kv = tuple[Tensor, Tensor]
@@ -48,7 +65,7 @@ def require_supported(spec: DecoderSpec, dtype: torch.dtype, kv_dtype: torch.dty
     other = "--attention-backend reference"
     if spec.head_dim not in HEAD_DIMS:
         raise ConfigError(
-            f"FlashInfer has no kernels for heads of {spec.head_dim} channels, only of"
+            f"heads of {spec.head_dim} channels are not computed with FlashInfer here, only those of"
             f" {', '.join(map(str, HEAD_DIMS))}; use {other}",
             param="attention_backend",
         )
@@ -61,6 +78,21 @@ def require_supported(spec: DecoderSpec, dtype: torch.dtype, kv_dtype: torch.dty
             f"FlashInfer reads K and V in the type of the activations ({dtype}) or in fp8, not in {kv_dtype}",
             param="kv_cache_dtype",
         )
+
+
+def merge_threads(spec: DecoderSpec) -> int:
+    """How many threads FlashInfer takes to merge two results of a query, in 16 bits."""
+    return spec.q_heads * (spec.head_dim // max(8, spec.head_dim // 32))
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows that are planned together: their page tables, and their tokens in the step. `number` tells them
+    from others of the same step that have the same kind of wrapper."""
+
+    paged: Paged
+    tokens: Tokens
+    number: int
 
 
 @dataclass(slots=True)
@@ -86,7 +118,10 @@ class _Layers:
     def __init__(self, spec: DecoderSpec, pool: KvPool) -> None:
         self._spec = spec
         self.kv = [(k.unsqueeze(1), v.unsqueeze(1)) for k, v in zip(pool.k, pool.v, strict=True)]
-        self.windows = sorted({spec.window(layer) for layer in range(spec.layers)})
+        windows = [spec.window(layer) for layer in range(spec.layers)]
+        self.windows = sorted(set(windows))
+        self.full = windows.count(0) / len(windows)
+        """The share of the layers that have no window."""
 
     def attend(self, layer: int, parts: dict[int, list[_Part]], qkv: Tensor, out: Tensor) -> None:
         heads, d = self._spec.q_heads, self._spec.head_dim
@@ -131,6 +166,7 @@ class FlashInferAttention:
 
     A plan's host arrays are copied without waiting: the next plan of a lane may not come before the step of
     the last one has ended. `cascade_bytes`: K and V of a layer that a level must spare; None: no cascade.
+    `uncaptured_bytes`, `mixed_bytes`: see the constants.
     """
 
     def __init__(
@@ -144,6 +180,8 @@ class FlashInferAttention:
         deterministic: bool = False,
         *,
         cascade_bytes: int | None = CASCADE_BYTES,
+        uncaptured_bytes: int = UNCAPTURED_BYTES,
+        mixed_bytes: int = MIXED_BYTES,
     ) -> None:
         kv_dtype = pool.k[0].dtype
         self._group = spec.q_heads // spec.kv_heads
@@ -151,23 +189,34 @@ class FlashInferAttention:
         self._layers = _Layers(spec, pool)
         self._deterministic = deterministic
         position_bytes = 2 * spec.kv_heads * spec.head_dim * kv_dtype.itemsize
+        full, merges = self._layers.full, merge_threads(spec) <= MERGE_THREADS
         self._worth: int | None = None
-        if cascade_bytes is not None and not deterministic and 0 in self._layers.windows:
+        self._worth_uncaptured = 1
+        if cascade_bytes is not None and full and merges and not deterministic:
             self._worth = max(-(-cascade_bytes // position_bytes), 1)
+            self._worth_uncaptured = max(math.ceil(uncaptured_bytes / (full * position_bytes)), 1)
+        self._mixed = mixed_bytes // position_bytes
         self._device = device
         self._made: dict[tuple[str, int, int], Wrapper] = {}
         self._ints: list[Tensor] = []
         self._indices = torch.empty(0, dtype=torch.int32, device=device)
-        self._found: tuple[Paged, Cascade | None] | None = None
         self._parts: dict[int, list[_Part]] = {}
 
     def shares(self, paged: Paged) -> bool:
-        """Whether `plan` would read what rows share once: then a captured decode is not the better choice."""
-        return self._cascade(paged) is not None
+        """Whether a step that a graph could take is faster without, as `plan` would read what rows share
+        once."""
+        if self._worth is None or not len(paged.shared):
+            return False
+        return spared_of(paged, self._worth, self._group) >= self._worth_uncaptured
 
     def plan(self, paged: Paged) -> None:
         """Take a step; nothing is read back from the device."""
-        self._parts = {window: self._plan(paged, window) for window in self._layers.windows}
+        everyone = np.arange(len(paged.starts))
+        plain = self._together(paged, everyone)
+        self._parts = {window: self._planned(plain, window) for window in self._layers.windows if window}
+        if self._layers.full:
+            cascade = self._cascade(paged)
+            self._parts[0] = self._planned(plain, 0) if cascade is None else self._levels(paged, cascade)
 
     def attend(self, layer: int, qkv: Tensor, out: Tensor) -> None:
         """Attention of the planned step's m tokens over the pool, whose positions are all filled by now.
@@ -195,30 +244,36 @@ class FlashInferAttention:
             ]
         return DecodeForGraph(self._wrappers, self._layers, rows, self._indices, self._ints)
 
-    def _plan(self, paged: Paged, window: int) -> list[_Part]:
-        if self._deterministic:
-            return [
-                self._plain(select(paged, rows), tokens_of(paged, rows), window, length)
-                for length, rows in _alike(paged.counts, self._group)
-            ]
-        cascade = None if window else self._cascade(paged)
-        if cascade is None:
-            return [self._plain(paged, ALL, window)]
+    def _levels(self, paged: Paged, cascade: Cascade) -> list[_Part]:
         wrapper = self._wrapper("cascade", len(cascade.levels), 0)
         self._wrappers.plan_cascade(wrapper, cascade.levels)
-        parts = [_Part(cascade.tokens, wrapper, takes_out=False)]
-        if len(cascade.rest):
-            parts.append(self._plain(select(paged, cascade.rest), tokens_of(paged, cascade.rest), window))
-        return parts
+        rest = self._planned(self._together(paged, cascade.rest), 0)
+        return [_Part(cascade.tokens, wrapper, takes_out=False), *rest]
 
-    def _plain(self, paged: Paged, tokens: Tokens, window: int, length: int = 0) -> _Part:
-        if paged.decodes:
-            wrapper = self._wrapper("decode", length, window)
-            self._wrappers.plan_decode(wrapper, paged, window)
-        else:
-            wrapper = self._wrapper("prefill", length, window)
-            self._wrappers.plan_prefill(wrapper, paged, window)
-        return _Part(tokens, wrapper)
+    def _together(self, paged: Paged, rows: Indices) -> list[_Rows]:
+        """Some of a step's rows, split into those that are planned together."""
+        parts = _alike(paged, rows, self._group) if self._deterministic else self._kinds(paged, rows)
+        return [_Rows(select(paged, part), tokens_of(paged, part), number) for number, part in parts]
+
+    def _kinds(self, paged: Paged, rows: Indices) -> list[tuple[int, Indices]]:
+        """Decodes, which the scheduler puts first, and others: both then are stretches of the step. All
+        together where the decodes read little. A token in a layer with a window reads no more than in one
+        without, and one kernel more where that is less does not matter."""
+        one = paged.counts[rows] == 1
+        decodes, others = rows[one], rows[~one]
+        if len(others) and int((paged.starts[decodes] + 1).sum()) < self._mixed:
+            decodes, others = rows[:0], rows
+        return [(0, part) for part in (decodes, others) if len(part)]
+
+    def _planned(self, plain: list[_Rows], window: int) -> list[_Part]:
+        return [self._plain(rows, window) for rows in plain]
+
+    def _plain(self, rows: _Rows, window: int) -> _Part:
+        kind = "decode" if rows.paged.decodes else "prefill"
+        wrapper = self._wrapper(kind, rows.number, window)
+        plan = self._wrappers.plan_decode if rows.paged.decodes else self._wrappers.plan_prefill
+        plan(wrapper, rows.paged, window)
+        return _Part(rows.tokens, wrapper)
 
     def _wrapper(self, kind: str, number: int, window: int) -> Wrapper:
         """Made on first use, as each takes 8 MiB on both sides. No two parts of a step have the same."""
@@ -231,14 +286,13 @@ class FlashInferAttention:
     def _cascade(self, paged: Paged) -> Cascade | None:
         if self._worth is None or not len(paged.shared):
             return None
-        if self._found is None or self._found[0] is not paged:
-            self._found = paged, cascade_of(paged, self._worth)
-        return self._found[1]
+        return cascade_of(paged, self._worth, self._group)
 
 
-def _alike(counts: Int32s, group: int) -> list[tuple[int, Indices]]:
+def _alike(paged: Paged, rows: Indices, group: int) -> list[tuple[int, Indices]]:
     """The rows by what FlashInfer chooses its tile of queries by, their tokens times query heads a KV head:
     up to 16, 32, 64, 128, or more. The mean of such rows is among them. First those of one token, under 1."""
+    counts = paged.counts[rows]
     queries = np.clip(counts.astype(np.int64) * group, 16, 256)
     lengths = np.where(counts == 1, 1, 1 << np.ceil(np.log2(queries)).astype(np.int64))
-    return [(int(length), np.flatnonzero(lengths == length)) for length in np.unique(lengths)]
+    return [(int(length), rows[lengths == length]) for length in np.unique(lengths)]

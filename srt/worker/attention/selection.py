@@ -17,7 +17,9 @@ Tokens = slice | Tensor
 
 
 def select(paged: Paged, rows: Indices) -> Paged:
-    """The rows `rows` of a step, in this order, without what they share."""
+    """The rows `rows` of a step, in this order, without what they share; the step itself if it is all."""
+    if len(rows) == len(paged.starts) and (np.diff(rows) == 1).all():
+        return paged
     starts, counts = paged.starts[rows], paged.counts[rows]
     first = paged.kv_indptr.numpy()[rows]
     return Paged(
@@ -42,8 +44,11 @@ def tokens_of(paged: Paged, rows: Indices) -> Tokens:
 def joined(values: Tensor, first: Indices, lengths: Indices) -> Tensor:
     """Stretches of `values`, one after the other: stretch i has `lengths[i]` entries from `first[i]` on.
 
-    Only the two arrays of the host go to the device; nothing comes from there.
+    Only the two arrays of the host go to the device; nothing comes from there. Nothing is copied where the
+    stretches are one.
     """
+    if (first[1:] == (first + lengths)[:-1]).all():
+        return values[int(first[0]) : int(first[-1] + lengths[-1])]
     return values.index_select(0, _runs(first, lengths, values.device))
 
 

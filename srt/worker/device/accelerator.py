@@ -47,8 +47,14 @@ class Accelerator(Protocol):
         """What `run` launches, to be launched again as a whole, over the same memory, by the result. All
         captures share one pool of memory, so that no two of them may run at a time."""
 
-    def peak(self, run: Callable[[], object]) -> int:
-        """Bytes that `run` takes at most, beyond what is taken before."""
+    def choose(self) -> None:
+        """Make it the device of this thread."""
+
+    def synchronize(self) -> None:
+        """Wait for all streams, that which nothing else waits for too: torch's default one."""
+
+    def peak(self, run: Callable[[], object]) -> tuple[int, int]:
+        """Bytes that `run` takes at most beyond what is taken before, and how many of them it keeps."""
 
     def memory(self) -> tuple[int, int]:
         """(bytes free, bytes in all)."""
@@ -59,7 +65,7 @@ class Cuda:
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
-        torch.cuda.set_device(self.device)
+        self.choose()
         self._graphs: Any = torch.cuda.graph_pool_handle()
 
     def stream(self) -> Any:
@@ -85,14 +91,21 @@ class Cuda:
             run()
         return graph.replay
 
-    def peak(self, run: Callable[[], object]) -> int:
+    def choose(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def peak(self, run: Callable[[], object]) -> tuple[int, int]:
+        self.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         run()
-        torch.cuda.synchronize(self.device)
-        return int(torch.cuda.max_memory_allocated(self.device)) - int(before)
+        self.synchronize()
+        kept = int(torch.cuda.memory_allocated(self.device)) - int(before)
+        return int(torch.cuda.max_memory_allocated(self.device)) - int(before), kept
 
     def memory(self) -> tuple[int, int]:
         torch.cuda.empty_cache()

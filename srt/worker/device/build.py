@@ -25,6 +25,7 @@ from sapwood.srt.worker.device.forward import DeviceForward, graph_sizes
 from sapwood.srt.worker.device.lane import Lane, LaneAttention, Sizes
 from sapwood.srt.worker.device.logprobs import DeviceFetch
 from sapwood.srt.worker.device.memory import choose_slots, within_memory
+from sapwood.srt.worker.device.pieces import MOST_LINES
 from sapwood.srt.worker.device.runner import DeviceRunner, Parts
 from sapwood.srt.worker.device.sampler import DeviceSampler
 from sapwood.srt.worker.grammars import Grammars
@@ -34,6 +35,8 @@ from sapwood.srt.worker.token_pool import TokenPool
 
 LANES = 2
 MOST_CAPTURED = 256
+GATHER_BYTES = 24
+"""For each slot that a step reads, while they are gathered: two columns of int64, one of int32, and room."""
 GRAPH_BYTES = 16 * 2**20
 """A graph's own, about: the plan of its attention, and what its kernels need at launch."""
 
@@ -80,10 +83,10 @@ def make_device_runner(
     making = _Making(config, source, site, decoder, kv_dtype)
     num_slots, why = making.slots()
     pool = within_memory("the KV slots", "lower --mem-fraction-static", lambda: making.pool(num_slots))
-    runner = making.runner(pool, Constraints(grammars, threads))
-    within_memory(
-        "a step's activations", "lower --mem-fraction-static or --chunked-prefill-size", runner.warm_up
-    )
+    instead = "lower --mem-fraction-static, --max-total-tokens or --chunked-prefill-size"
+    constraints = Constraints(grammars, threads)
+    runner = within_memory("a step's buffers", instead, lambda: making.runner(pool, constraints))
+    within_memory("a step's activations", instead, runner.warm_up)
     facts = {
         "device": _named(device),
         "weights": ops.summary(),
@@ -113,17 +116,16 @@ class _Making:
     def slots(self) -> tuple[int, str]:
         """As many on every rank."""
         accelerator = self._site.accelerator
-        before, _total = accelerator.memory()
-        peak = within_memory(
+        peak, kept = within_memory(
             "a step's activations",
             "lower --chunked-prefill-size or --max-running-requests",
             lambda: accelerator.peak(self._largest),
         )
         free, _total = accelerator.memory()
-        kept = max(0, before - free)  # the buffers between the layers, which stay
         graphs = LANES * (WORKSPACE_BYTES + len(self._graph_sizes) * GRAPH_BYTES)
         config = self._config
-        activations = max(0, peak - kept) + self._sampling_bytes()
+        # What it keeps, the buffers between the layers, is no longer free.
+        activations = peak - kept + self._sampling_bytes() + self._table_bytes()
         slots, why = choose_slots(config, free, activations, graphs, self.slot_bytes)
         least = self._site.group.smallest(slots)
         return least, why if least == slots else f"{why}; another rank has room for no more"
@@ -137,15 +139,29 @@ class _Making:
         self._decoder.logits(hidden, zeros[: self._lines()])
 
     def _lines(self) -> int:
-        """The most lines of logits that a step draws from."""
+        """The most lines of logits that are drawn from at a time."""
         config = self._config
-        return min(config.max_running_requests * (1 + config.speculative_num_draft_tokens), self._tokens)
+        # However short drafts are to be, what a grammar forces may be longer.
+        drafts = 0 if config.speculative_algorithm == "none" else MOST_LINES
+        return min(config.max_running_requests * (1 + drafts), self._tokens, MOST_LINES)
 
     def _sampling_bytes(self) -> int:
         """What sampling takes at most: room to sort, copies of lines that are changed, and what rows with
         penalties have had."""
         vocab, rows = self._decoder.spec.vocab, self._config.max_running_requests
-        return min(WORKSPACE, 16 * vocab * self._lines()) + vocab * (4 * self._lines() + 5 * rows)
+        return WORKSPACE + vocab * (4 * self._lines() + 5 * rows)
+
+    def _table_bytes(self) -> int:
+        """The slot table, and what gathers a step's slots from it, at most; the pool's own size is not known
+        yet, so it is as if each row had all positions of its own."""
+        rows, positions = self._config.max_running_requests + 1, self._source.context_length + 1
+        gathered = min(rows * positions, 4 * self._guess())
+        return 4 * rows * positions + (4 * LANES + GATHER_BYTES) * gathered
+
+    def _guess(self) -> int:
+        """As many slots as there could be if nothing else took memory."""
+        free, _total = self._site.accelerator.memory()
+        return self._config.max_total_tokens or free // self.slot_bytes
 
     def pool(self, num_slots: int) -> KvPool:
         spec = self._decoder.spec
@@ -168,6 +184,8 @@ class _Making:
             dummy_row=capacity,
             dummy_slot=pool.num_slots,
         )
+        # Padding reads a slot for each row too.
+        graphs = [size for size in self._graph_sizes if 2 * size <= sizes.indices]
         lanes = [Lane(accelerator, self._attention(pool), columns.slot_table, sizes) for _ in range(LANES)]
         compute, plan, copy = (accelerator.stream() for _ in range(3))
         parts = Parts(
@@ -177,7 +195,7 @@ class _Making:
             sampler=DeviceSampler(columns, tokens, accelerator.pinned, site.group, site.ops),
             reader=PromptReader(decoder, tokens, DeviceFetch(accelerator.pinned)),
             constraints=constraints,
-            forward=DeviceForward(decoder, pool, accelerator, compute, self._graph_sizes),
+            forward=DeviceForward(decoder, pool, accelerator, compute, graphs, site.group),
             lanes=lanes,
             accelerator=accelerator,
             group=site.group,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sapwood.srt.models.decoder import Batch, Decoder, KvPool
+from sapwood.srt.models.parallel import Group
 from sapwood.srt.worker.device.accelerator import Accelerator
 from sapwood.srt.worker.device.lane import Lane, Planned
 
@@ -19,8 +21,8 @@ _log = logging.getLogger("sapwood.worker")
 STEP = 8
 """Between two captured numbers of rows, from that many on; a step runs in the next larger one."""
 EAGER_STEPS = 64
-"""After so many steps without a graph that it could have, its graph is made though there is work to do: a
-server that is never idle gets its graphs too."""
+"""After so many steps without the graph that fits them best, it is made though there is work to do: a server
+that is never idle gets its graphs too."""
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -30,7 +32,8 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class DeviceForward:
-    """Runs one decoder over one pool. All of it is given to the compute stream."""
+    """Runs one decoder over one pool, all of it on the compute stream. `sizes`: the numbers of rows of which
+    graphs are made, the largest first."""
 
     def __init__(
         self,
@@ -39,52 +42,62 @@ class DeviceForward:
         accelerator: Accelerator,
         stream: Any,
         sizes: Sequence[int],
+        group: Group,
     ) -> None:
         self._decoder = decoder
         self._pool = pool
         self._accelerator = accelerator
         self._stream = stream
         self._sizes = list(sizes)
-        self._wanted = 0
-        """Steps since the last capture that had no graph, and could have had one."""
+        self._group = group
+        self._made: set[int] = set()
+        self._missed: Counter[int] = Counter()
+        """By number of rows, the steps that would have run in a graph of so many, had there been one."""
 
     def __call__(self, planned: Planned) -> Tensor:
         """The hidden states [m, hidden], before the final norm; valid until the next call."""
+        if planned.decodes:
+            best = min((size for size in self._sizes if size >= planned.decodes), default=0)
+            if best and best not in self._made:
+                self._missed[best] += 1
         if planned.replay is None:
-            rows = len(planned.batch.starts)
-            self._wanted += rows == len(planned.batch.ids) and rows <= max(self._sizes, default=0)
             return self._eager(planned)
         planned.replay()
         return self._decoder.hidden(len(planned.batch.ids))
 
-    def overdue(self, lanes: Sequence[Lane]) -> bool:
-        """Whether graphs should be made now though there is work to do."""
-        return self._wanted > EAGER_STEPS and self.lacks_graphs(lanes)
+    def overdue(self) -> int | None:
+        """The number of rows of which a graph should be made now though there is work to do."""
+        (size, steps), *_ = self._missed.most_common(1) or [(0, 0)]
+        return size if steps > EAGER_STEPS else None
 
-    def lacks_graphs(self, lanes: Sequence[Lane]) -> bool:
+    def lacks_graphs(self) -> bool:
         """Whether there are graphs to be made."""
-        return self._missing(lanes) is not None
+        return len(self._made) < len(self._sizes)
 
-    def capture_one(self, lanes: Sequence[Lane]) -> bool:
-        """Make the next graph, in every lane; False if there are all. No step may be in flight."""
-        size = self._missing(lanes)
+    def capture_one(self, lanes: Sequence[Lane], size: int | None = None) -> bool:
+        """Make the graph of `size` rows, or the largest there is not, in every lane; False if there are all.
+        No step may be in flight."""
+        size = size or next((size for size in self._sizes if size not in self._made), None)
         if size is None:
             return False
         begin = time.perf_counter()
-        self._wanted = 0
         try:
             for lane in lanes:
                 with self._accelerator.using(self._stream):
                     lane.capture(size, self._capture)
-        except torch.OutOfMemoryError:
-            _log.warning("no memory for the graph of %d rows: steps without a graph go on without", size)
-            self._sizes = []
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as e:
+            # With other ranks in the same place there is no way on for one of them alone.
+            if "out of memory" not in str(e) or self._group.size > 1:
+                raise
+            self._accelerator.synchronize()  # raises if the device is not well
+            _log.warning("no memory for a graph of %d rows: the steps that have none go on without", size)
+            self._sizes = [size for size in self._sizes if size in self._made]
+            self._missed.clear()
             return False
+        self._made.add(size)
+        del self._missed[size]
         _log.debug("graph of %d rows: %.2f s", size, time.perf_counter() - begin)
         return True
-
-    def _missing(self, lanes: Sequence[Lane]) -> int | None:
-        return next((size for size in self._sizes if any(size not in lane.captured for lane in lanes)), None)
 
     def _capture(self, planned: Planned) -> Callable[[], None]:
         self._eager(planned)  # what is compiled or allocated at first use must not be captured

@@ -109,14 +109,15 @@ class Lane:
         self._fields = Fields(accelerator, {**columns, "rows": rows, "indptr": rows + 1, "lines": tokens})
         self._indices = torch.zeros(sizes.indices, dtype=torch.int32, device=accelerator.device)
         self._graphs: dict[int, Graph] = {}
+        self._sorted: list[int] = []
         self.planned: Event = accelerator.event()
         self.busy = False
         """Whether a step is in it whose result has not been read."""
 
     @property
     def captured(self) -> Sequence[int]:
-        """The numbers of rows for which there is a graph."""
-        return sorted(self._graphs)
+        """The numbers of rows for which there is a graph, ascending."""
+        return self._sorted
 
     def plan(self, given: Given) -> Planned:
         """Bring a step's arrays to the device and lay out its attention; on the plan stream."""
@@ -132,11 +133,12 @@ class Lane:
         rows = fields.put("rows", given.rows, size, sizes.dummy_row)
         starts, counts = np.pad(given.starts, (0, pad)), np.pad(given.counts, (0, pad), constant_values=1)
         paged = self._paged(rows, starts, counts, given.shared)
-        graph = self._graphs[size] if size and not self._attention.shares(paged) else None
+        decodes = 0 if len(given.ids) != len(given.rows) or self._attention.shares(paged) else len(given.rows)
+        graph = self._graphs[size] if size and decodes else None
         attention = self._attention if graph is None else graph.attention
         attention.plan(paged)
         batch = Batch(ids, positions, slots, rows, *(torch.from_numpy(c) for c in (starts, counts)))
-        return Planned(batch, owner, attention, None if graph is None else graph.replay)
+        return Planned(batch, owner, attention, None if graph is None else graph.replay, decodes)
 
     def lines(self, lines: Int32s) -> Tensor:
         """Indices of the step's tokens, on the device; on the plan stream."""
@@ -154,24 +156,25 @@ class Lane:
         """Steps that use each kernel that there is: for decodes, and for few and for many tokens a row."""
         self._attention.warm_up()
         for tokens in (1, 2, 128):
-            yield self.dummies(1, min(tokens, self._sizes.tokens, self._slot_table.shape[1]))
+            yield self.dummies(1, min(tokens, self._sizes.tokens, self._slot_table.shape[1] - 1))
 
     def capture(self, rows: int, capture: Callable[[Planned], Callable[[], None]]) -> None:
         """Add the graph of decode steps of so many rows: `capture` makes it of a planned step of dummies."""
         attention = self._attention.for_graph(rows, self._sizes.indices)
         self._graphs[rows] = Graph(attention, _never)
+        self._sorted = sorted(self._graphs)
         try:
-            replay = capture(self.plan(self.dummies(rows)))
+            self._graphs[rows].replay = capture(self.plan(self.dummies(rows)))
         except BaseException:
             del self._graphs[rows]
+            self._sorted.remove(rows)
             raise
-        self._graphs[rows] = Graph(attention, replay)
 
     def _size(self, given: Given) -> int | None:
         """The rows of the smallest graph that does for the step; None if none does."""
         if len(given.ids) != len(given.rows):
             return None
-        found = next((size for size in self.captured if size >= len(given.rows)), None)
+        found = next((size for size in self._sorted if size >= len(given.rows)), None)
         if found is None or int(given.starts.sum()) + 2 * found > self._sizes.indices:
             return None
         return found
@@ -204,12 +207,14 @@ class Graph:
 @dataclass(slots=True)
 class Planned:
     """A step that can be launched: its tokens' ids are still as the scheduler gave them. `replay`: the graph
-    that launches it."""
+    that launches it. `decodes`: its rows, without padding, if each extends by one token and none of them
+    shares what is better read once; else 0."""
 
     batch: Batch
     owner: Tensor
     attention: Attention
     replay: Callable[[], None] | None
+    decodes: int
 
 
 def _never() -> None:

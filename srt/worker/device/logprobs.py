@@ -65,6 +65,8 @@ class Telling:
 class DeviceFetch:
     """`reader.Fetch` from a device: what it gives can be asked for once the step is done."""
 
+    at_once = False
+
     def __init__(self, pinned: Pinned) -> None:
         self._pinned = pinned
 

@@ -21,6 +21,7 @@ from sapwood.srt.worker.device.accelerator import Accelerator, Event
 from sapwood.srt.worker.device.columns import DeviceColumns
 from sapwood.srt.worker.device.forward import DeviceForward
 from sapwood.srt.worker.device.lane import Given, Lane
+from sapwood.srt.worker.device.pieces import joined, pieces_of
 from sapwood.srt.worker.device.sampler import DeviceSampler, Launched
 from sapwood.srt.worker.device.waker import Waker
 from sapwood.srt.worker.reader import PromptReader, Reads
@@ -40,7 +41,8 @@ class Pending:
     at: npt.NDArray[np.intp]
     places: Places
     filling: Filling | None
-    launched: Launched | None
+    launched: list[Launched]
+    """What was drawn, in groups of places; nothing on a rank that only follows."""
     read: Callable[[], Reads]
     lane: Lane
     begun: float
@@ -77,7 +79,7 @@ class DeviceRunner:
         self._parts = parts
         self._pending: deque[Pending] = deque()
         self._results: list[StepResult] = []
-        self._waker = Waker()
+        self._waker = Waker(parts.accelerator.choose)
         self._ended = 0.0
         """When the last result was read."""
 
@@ -87,15 +89,15 @@ class DeviceRunner:
 
     def start(self, step: Step) -> list[StepResult]:
         """Launch a step: the results of those before it that had to be waited for, or have ended."""
-        begun, parts = time.perf_counter(), self._parts
+        parts = self._parts
         lane = parts.lanes[step.number % len(parts.lanes)]
         while lane.busy:
             self._finish()
-        if parts.forward.overdue(parts.lanes):
+        if (size := parts.forward.overdue()) is not None:
             self._drain()
-            parts.forward.capture_one(parts.lanes)
+            parts.forward.capture_one(parts.lanes, size)
         lane.busy = True
-        self._launch(step, lane, begun)
+        self._launch(step, lane, time.perf_counter())
         return self.finished()
 
     def finished(self) -> list[StepResult]:
@@ -108,7 +110,7 @@ class DeviceRunner:
 
     def has_spare_work(self) -> bool:
         """Whether no step is in flight, and there are graphs to be made."""
-        return not self._pending and self._parts.forward.lacks_graphs(self._parts.lanes)
+        return not self._pending and self._parts.forward.lacks_graphs()
 
     def idle(self) -> bool:
         """Make a graph, if no step is in flight: False if there is none to be made."""
@@ -117,6 +119,7 @@ class DeviceRunner:
     def warm_up(self) -> None:
         """Run what a step may need once, so that what is compiled at first use is compiled."""
         parts = self._parts
+        parts.accelerator.synchronize()  # all that was made so far was made on a stream that none waits for
         for lane in parts.lanes:
             for given in lane.warm_ups():
                 with parts.accelerator.using(parts.compute):
@@ -150,23 +153,23 @@ class DeviceRunner:
             hidden = parts.forward(planned)
             read = parts.reader.launch(hidden, given.rows, given.starts, given.counts)
             filling = self._constrain(step, places)
-            launched = None
+            launched: list[Launched] = []
             if len(at):
-                logits = parts.decoder.logits(hidden, lines)
                 if filling is not None:
                     parts.constraints.finish(filling)
                     places.masks, places.masked = filling.masks, filling.masked(places.widths)
-                launched = self._sample(logits, places)
+                for some, span in pieces_of(places):
+                    launched += self._sample(parts.decoder.logits(hidden, lines[span]), some)
         done = self._copied(launched)
         self._pending.append(Pending(step, samples, at, places, filling, launched, read, lane, begun, done))
         self._waker.watch(done)
 
-    def _sample(self, logits: Tensor, places: Places) -> Launched | None:
+    def _sample(self, logits: Tensor, places: Places) -> list[Launched]:
         """Rank 0 draws, and the other ranks hear of it: all their rows' next inputs are the same."""
         if self._parts.group.rank == 0:
-            return self._parts.sampler.launch(logits, places)
+            return [self._parts.sampler.launch(logits, places)]
         self._parts.sampler.follow(places)
-        return None
+        return []
 
     def _admit(self, step: Step) -> None:
         """Release and admit rows. On the compute stream: what the step before draws is counted for the rows
@@ -194,14 +197,14 @@ class DeviceRunner:
             constraints.admit(start)
         return constraints.begin(places.rows, places.drafts, places.proposed)
 
-    def _copied(self, launched: Launched | None) -> Event:
+    def _copied(self, launched: Sequence[Launched]) -> Event:
         """The event after which all that the step has given is in the host's memory."""
         parts, computed, done = self._parts, self._parts.accelerator.event(), self._parts.accelerator.event()
         computed.record(parts.compute)
         with parts.accelerator.using(parts.copy):
             computed.wait(parts.copy)
-            if launched is not None:
-                launched.fetch()
+            for part in launched:
+                part.fetch()
             done.record(parts.copy)
         return done
 
@@ -216,8 +219,8 @@ class DeviceRunner:
         pending.lane.busy = False
         reads = pending.read()
         result = StepResult(pending.step.number, b"", {}, reads.errors, 0.0, reads.reads)
-        if pending.launched is not None:
-            counts = self._tell(pending, pending.launched, result)
+        if pending.launched:
+            counts = self._tell(pending, result)
             if pending.step.drafts:
                 given = np.zeros_like(pending.samples)
                 given[pending.at] = counts
@@ -228,10 +231,10 @@ class DeviceRunner:
         self._ended = now
         self._results.append(result)
 
-    def _tell(self, pending: Pending, launched: Launched, result: StepResult) -> Int32s:
+    def _tell(self, pending: Pending, result: StepResult) -> Int32s:
         """Put all that was sampled into the result; how many ids each place has given."""
         places, filling = pending.places, pending.filling
-        drawn, logprobs = launched.read()
+        drawn, logprobs = joined([part.read() for part in pending.launched])
         before = drawn.counts
         if filling is not None:
             result.errors += filling.errors

@@ -6,14 +6,17 @@ import contextlib
 import os
 import queue
 import threading
+from collections.abc import Callable
 
 from sapwood.srt.worker.device.accelerator import Event
 
 
 class Waker:
-    """Waits for events in a thread of its own; `fileno` can be read when one is there."""
+    """Waits for events in a thread of its own, which first calls `begin` (on a GPU: to choose the device);
+    `fileno` can be read when one is there, or cannot come any more: that its own query will tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], object]) -> None:
+        self._begin = begin
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._news, self._tell = os.pipe()
         os.set_blocking(self._news, False)
@@ -33,7 +36,11 @@ class Waker:
             os.read(self._news, 4096)
 
     def _run(self) -> None:
+        self._begin()
         while True:
-            self._events.get().synchronize()
+            event = self._events.get()
+            # A device that has failed raises here, and again where the main thread looks at the event.
+            with contextlib.suppress(RuntimeError):
+                event.synchronize()
             with contextlib.suppress(BlockingIOError):  # full: it can be read anyway
                 os.write(self._tell, b"\0")
