@@ -31,8 +31,6 @@ MAX_VOCAB = 2**19
 _DRAW_BYTES = 20
 _RANK_BYTES = 64
 _RENORM_BYTES = 36
-_M32 = 0xFFFFFFFF
-_M16 = 0xFFFF
 
 
 class Renorm(Protocol):
@@ -74,32 +72,6 @@ def chunks(lines: int, bytes_a_line: int) -> Iterator[slice]:
     size = max(1, WORKSPACE // max(1, bytes_a_line))
     for begin in range(0, lines, size):
         yield slice(begin, min(begin + size, lines))
-
-
-def uniforms(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
-    """`philox.uniform` of each (seed int64, choice, position), float64 of their shape, to the bit.
-
-    About 140 small operations: where the host knows the keys, it had better compute it and send the result.
-    """
-    device, shape = seeds.device, (2,) + (1,) * seeds.dim()
-    even, odd, key = (
-        torch.stack([first.long() & _M32, second.expand_as(seeds)])
-        for first, second in (
-            (positions, torch.zeros_like(seeds)),
-            (choices, torch.zeros_like(seeds)),
-            (seeds, (seeds >> 32) & _M32),
-        )
-    )
-    factor = torch.tensor([0xD2511F53, 0xCD9E8D57], device=device).view(shape)
-    rounds = torch.arange(10, device=device).view(10, *(1,) * len(shape))
-    weyl = torch.tensor([0x9E3779B9, 0xBB67AE85], device=device).view(shape)
-    for its in (key + rounds * weyl) & _M32:
-        # factor * even has 64 bits, one too many: in halves of 16.
-        high, low = factor * (even >> 16), factor * (even & _M16)
-        low += (high & _M16) << 16
-        even = ((high >> 16) + (low >> 32)).flip(0) ^ odd ^ its
-        odd = (low & _M32).flip(0)
-    return ((even[0] >> 5) * 2**26 + (odd[0] >> 6)).double() / 2.0**53
 
 
 def draw(

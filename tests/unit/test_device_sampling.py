@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels.ops import device_sampling, philox, sampling
-from sapwood.kernels.ops.device_sampling import Filters, draw, uniforms, verify, verify_reference
+from sapwood.kernels.ops.device_sampling import Filters, draw, verify, verify_reference
+from sapwood.kernels.ops.philox import uniforms
 from sapwood.kernels.ops.sampling import NOT_FINITE, NOTHING_LEFT, OK
 from tests.gpu import sampling_double
 
@@ -87,23 +88,28 @@ def sampled(logits: Tensor, options: list[dict[str, Any]]) -> tuple[Tensor, Tens
     return ids, errors
 
 
+def uniforms_of(n: int) -> Tensor:
+    """float64 [n], at `keys`."""
+    return torch.from_numpy(uniforms(*(key.numpy() for key in keys(n))))
+
+
 def drawn(logits: Tensor, options: list[dict[str, Any]], **others: Any) -> tuple[Tensor, Tensor]:
-    u = uniforms(*keys(len(logits)))
+    u = uniforms_of(len(logits))
     ids, errors = draw(logits, filters_of(options), u[:, None], **others)
     return ids[:, 0], errors
 
 
 def test_uniforms_are_those_of_philox_to_the_bit() -> None:
     edges = [0, 1, -1, 2**32, 2**63 - 1, -(2**63)]
-    seeds = torch.tensor([*edges, *keys(60)[0].tolist()])
-    choices = torch.tensor([(7 * i**5) % 2**31 for i in range(66)], dtype=torch.int32)
-    positions = torch.tensor([2**31 - 1 - 3 * i for i in range(66)], dtype=torch.int32)
+    seeds = np.array([*edges, *keys(60)[0].tolist()])
+    choices = np.array([(7 * i**5) % 2**31 for i in range(66)], dtype=np.int32)
+    positions = np.array([2**31 - 1 - 3 * i for i in range(66)], dtype=np.int32)
     expected = [
         philox.uniform(*key) for key in zip(seeds.tolist(), choices.tolist(), positions.tolist(), strict=True)
     ]
     assert uniforms(seeds, choices, positions).tolist() == expected
-    together = uniforms(seeds.view(6, 11), choices.view(6, 11), positions.view(6, 11))
-    assert together.view(-1).tolist() == expected
+    together = uniforms(*(key.reshape(6, 11) for key in (seeds, choices, positions)))
+    assert together.reshape(-1).tolist() == expected
 
 
 @pytest.mark.parametrize("v", [1, 5, 32, 300, 5000])
@@ -146,7 +152,7 @@ def test_a_draw_does_not_depend_on_the_other_lines(monkeypatch: pytest.MonkeyPat
     logits = random_logits(50, 700, seed=2)
     logits[::2] = tied_logits(25, 700)
     expected = drawn(logits, options)[0].tolist()
-    u = uniforms(*keys(50))[:, None]
+    u = uniforms_of(50)[:, None]
     for i in range(50):
         alone, _ = draw(logits[i : i + 1], filters_of(options[i : i + 1]), u[i : i + 1])
         assert alone.tolist() == [[expected[i]]]
@@ -160,7 +166,7 @@ def test_a_draw_does_not_depend_on_the_other_lines(monkeypatch: pytest.MonkeyPat
 def test_several_are_drawn_from_one_line() -> None:
     options: list[dict[str, Any]] = [{"top_k": 30}, {"temperature": 0.0}, {}]
     logits = random_logits(3, 200)
-    u = uniforms(*keys(12)).view(3, 4)
+    u = uniforms_of(12).view(3, 4)
     together, errors = draw(logits, filters_of(options), u)
     assert together.shape == (3, 4)
     assert errors.tolist() == [OK] * 3

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from sapwood.kernels.ops.device_sampling import uniforms
+from sapwood.kernels.ops.philox import uniforms
 from sapwood.kernels.ops.sampling import GREEDY_BELOW
 from sapwood.srt.worker.sampler import Places
 from sapwood.srt.worker.token_pool import TokenPool
@@ -117,12 +116,9 @@ class Lines:
 
     def _uniforms(self) -> npt.NDArray[np.float64]:
         """float64 [lines, most]"""
-        rows, shape = self.rows[self.order], (len(self), self.most)
-        seeds, choices = self._pool.seed[rows], self._pool.choice[rows]
-        keys = (torch.from_numpy(key[:, None]) for key in (seeds, choices, self.positions[self.order]))
-        seed, choice, position = (key.expand(shape) for key in keys)
-        result: npt.NDArray[np.float64] = uniforms(seed, choice + torch.arange(self.most), position).numpy()
-        return result
+        rows = self.rows[self.order]
+        choices = self._pool.choice[rows][:, None] + np.arange(self.most)
+        return uniforms(self._pool.seed[rows][:, None], choices, self.positions[self.order][:, None])
 
 
 def _padded(places: Places) -> Int32s:
