@@ -26,9 +26,11 @@ from sapwood.kernels.ops.sampling import GREEDY_BELOW, NOT_FINITE, NOTHING_LEFT,
 WORKSPACE = 2**29
 """Bytes that an op over whole lines takes at a time, beside a line's own: it goes through them in chunks."""
 SCALE = 2.0**44
-MAX_VOCAB = 2**19
+MAX_VOCAB = 2**19 - 1
 """So many of the largest weights still have their sum in an int64."""
-_DRAW_BYTES = 20
+_BLOCK = 256
+"""Weights whose sums are searched before the weights themselves: a device's scan of a long row is slow."""
+_DRAW_BYTES = 28
 _RANK_BYTES = 64
 _RENORM_BYTES = 36
 
@@ -47,15 +49,21 @@ class Renorm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Of n lines the temperature, top_p, min_p float32 [n] and top_k int32 [n] (0: off). `ranks`: some line
-    has a top_k or a top_p; `floors`: some has a min_p. Where these are False nobody looks."""
+    """Of n lines the temperature, top_p, min_p float32 [n] and top_k int32 [n] (0: off). `by_k`, `by_p`,
+    `floors`: some line has a top_k, a top_p, a min_p. Where these are False nobody looks."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    ranks: bool
+    by_k: bool
+    by_p: bool
     floors: bool
+
+    @property
+    def ranks(self) -> bool:
+        """Whether tokens are dropped by their rank."""
+        return self.by_k or self.by_p
 
     def part(self, span: slice) -> Filters:
         return replace(
@@ -87,7 +95,7 @@ def draw(
     all lines are greedy, and m is 1.
 
     logits float32 [s, v]; `lines` int64 [n]: which are drawn from (None: all, n is s). With `renorm` top_k
-    and top_p are its, else lines are sorted. Takes about 20 v bytes a line, 36 v with `renorm` and 64 v to
+    and top_p are its, else lines are sorted. Takes about 28 v bytes a line, 36 v with `renorm` and 64 v to
     sort, in chunks; 4 v at most where all are greedy.
     """
     v = logits.shape[1]
@@ -141,10 +149,12 @@ def _kept(logits: Tensor, weights: Tensor, filters: Filters, renorm: Renorm | No
         counted.mul_(_ranked(logits, counted, filters))
     elif filters.ranks and renorm is not None:
         top_k, top_p = filters.top_k, filters.top_p
-        first = renorm.top_k_renorm_probs(_shares(counted), top_k.clamp(min=1), is_deterministic=True)
-        counted.mul_((first > 0) | (top_k == 0)[:, None])
-        second = renorm.top_p_renorm_probs(_shares(counted), top_p, is_deterministic=True)
-        counted.mul_((second > 0) | (top_p >= 1.0)[:, None])
+        if filters.by_k:
+            first = renorm.top_k_renorm_probs(_shares(counted), top_k.clamp(min=1), is_deterministic=True)
+            counted.mul_((first > 0) | (top_k == 0)[:, None])
+        if filters.by_p:
+            second = renorm.top_p_renorm_probs(_shares(counted), top_p, is_deterministic=True)
+            counted.mul_((second > 0) | (top_p >= 1.0)[:, None])
     if filters.floors:
         counted.masked_fill_(weights < filters.min_p[:, None], 0)
     return counted
@@ -172,10 +182,19 @@ def _ranked(logits: Tensor, counted: Tensor, filters: Filters) -> Tensor:
 
 def _at_share(counted: Tensor, u: Tensor) -> Tensor:
     """The first id, in order, at which the cumulative weight exceeds the share `u` of the total."""
-    cumulative = counted.cumsum_(-1)
+    n, v = counted.shape
+    if v % _BLOCK:
+        counted = torch.nn.functional.pad(counted, (0, -v % _BLOCK))
+    blocks = counted.view(n, -1, _BLOCK)
+    sums = blocks.sum(-1).cumsum_(-1)
     # Less than the total, however that rounds: u, at most 1 - 2 ** -53, takes half a last place off at least.
-    target = (u * cumulative[:, -1:]).long()
-    return torch.searchsorted(cumulative, target, right=True)
+    target = (u * sums[:, -1:]).long()
+    # Of a line that is no distribution anything may come, but within it.
+    at = torch.searchsorted(sums, target, right=True).clamp_(max=blocks.shape[1] - 1)
+    inside = blocks.gather(1, at[:, :, None].expand(-1, -1, _BLOCK)).cumsum_(-1)
+    before = sums.gather(1, at) - inside[:, :, -1]
+    within = torch.searchsorted(inside, (target - before)[:, :, None], right=True)
+    return at * _BLOCK + within[:, :, 0]
 
 
 def verify(ids: Tensor, errors: Tensor, drafts: Tensor, ends: Tensor) -> Tensor:

@@ -335,17 +335,24 @@ def test_a_device_that_fails_ends_the_worker_and_does_not_leave_it_asleep(folder
     bench = device_bench(folder, accelerator, package())
 
     class Broken(HostEvent):
-        def query(self) -> bool:
-            raise RuntimeError("CUDA error: device-side assert triggered")
+        failed = False
 
-        synchronize = query  # type: ignore[assignment]
+        def query(self) -> bool:
+            if self.failed:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            return False
+
+        def synchronize(self) -> None:
+            time.sleep(0.2)
+            self.failed = True
+            self.query()
 
     accelerator.event = lambda: Broken(0, 0.0)  # type: ignore[method-assign]
     runner = runner_of(bench)
-    parts = [(ids_of(5, 1), 0)]
-    with pytest.raises(RuntimeError, match="device-side assert"):
-        runner.start(step_of(0, [row_start(0)], parts))
+    assert runner.start(step_of(0, [row_start(0)], [(ids_of(5, 1), 0)])) == []
     assert select.select([runner.fileno()], [], [], 10.0)[0]
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        runner.finished()
 
 
 def test_lines_of_logits_are_drawn_from_in_groups(
@@ -380,8 +387,8 @@ def test_lines_of_logits_are_drawn_from_in_groups(
 def test_groups_of_places_are_whole_and_in_order(most: int) -> None:
     drafts = np.array([0, 2, 0, 4, 1, 0], np.int32)
     count, lines = np.arange(6, dtype=np.int32), int((drafts + 1).sum())
-    masked = np.arange(lines, dtype=np.int32) + 50
-    masks = np.zeros((1, 1), np.int32)
+    masked = np.arange(lines, dtype=np.int32)
+    masks = np.random.default_rng(1).integers(0, 2**31, (lines, 1)).astype(np.int32)
     places = Places(count, count + 1, count + 10, drafts, np.arange(7, dtype=np.int32), masks, masked)
     parts = pieces_of(places, most)
     assert [row for some, _ in parts for row in some.rows] == count.tolist()
@@ -389,8 +396,9 @@ def test_groups_of_places_are_whole_and_in_order(most: int) -> None:
     for some, span in parts:
         assert int(some.widths.sum()) == span.stop - span.start
         assert span.stop - span.start <= most or len(some.rows) == 1
+        assert some.masks is not None
         assert some.masked is not None
-        assert some.masked.tolist() == masked[span].tolist()
+        assert some.masks[some.masked, 0].tolist() == masks[masked[span], 0].tolist()
     assert np.concatenate([some.proposed for some, _ in parts]).tolist() == list(range(7))
 
 

@@ -63,8 +63,12 @@ def columns_of(options: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def filters_of(options: list[dict[str, Any]]) -> Filters:
     columns = columns_of(options)
-    ranks = bool(((columns["top_k"] > 0) | (columns["top_p"] < 1)).any())
-    return Filters(**columns, ranks=ranks, floors=bool((columns["min_p"] > 0).any()))
+    return Filters(
+        **columns,
+        by_k=bool((columns["top_k"] > 0).any()),
+        by_p=bool((columns["top_p"] < 1).any()),
+        floors=bool((columns["min_p"] > 0).any()),
+    )
 
 
 def keys(n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,6 +178,27 @@ def test_several_are_drawn_from_one_line() -> None:
         one, _ = draw(logits, filters_of(options), u[:, k : k + 1].contiguous())
         assert one[:, 0].tolist() == together[:, k].tolist()
     assert len(set(together[0].tolist())) > 1
+
+
+@pytest.mark.parametrize("v", [1, 5, 255, 256, 257, 5000])
+def test_a_share_is_found_where_a_plain_sum_finds_it(v: int) -> None:
+    generator = torch.Generator().manual_seed(v)
+    counted = torch.randint(0, 2**44, (30, v), generator=generator)
+    counted *= torch.rand(30, v, generator=generator) < 0.3
+    counted[:, v // 2] += 1
+    u = torch.rand(30, 6, dtype=torch.float64, generator=generator)
+    u[:, 0], u[:, 1] = 0.0, 1.0 - 2.0**-53
+    sums = counted.cumsum(-1)
+    expected = torch.searchsorted(sums, (u * sums[:, -1:]).long(), right=True)
+    assert torch.equal(device_sampling._at_share(counted, u), expected)
+
+
+def test_the_largest_vocabulary_still_has_a_sum() -> None:
+    v = device_sampling.MAX_VOCAB
+    u = torch.tensor([[0.0, 0.5, 1.0 - 2.0**-53]], dtype=torch.float64)
+    ids, errors = draw(torch.zeros(1, v), filters_of([{}]), u)
+    assert errors.tolist() == [OK]
+    assert ids.tolist() == [[0, v // 2, v - 1]]
 
 
 def test_a_share_on_the_border_belongs_to_the_next_id_of_any_weight() -> None:

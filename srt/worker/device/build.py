@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sapwood.kernels.ops.device_sampling import WORKSPACE
+from sapwood.kernels.ops.device_sampling import MAX_VOCAB, WORKSPACE
 from sapwood.srt.config import Config, ModelSource
+from sapwood.srt.errors import ConfigError
 from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.models.decoder import Batch, Decoder
 from sapwood.srt.models.device_ops import DeviceOps
@@ -68,6 +69,12 @@ def make_device_runner(
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
     if site.ops is not None:
         require_supported(spec_of(source.config), dtype, kv_dtype)
+    if spec_of(source.config).vocab > MAX_VOCAB:
+        raise ConfigError(
+            f"the model's vocabulary of {spec_of(source.config).vocab} tokens is beyond the {MAX_VOCAB} that "
+            "are sampled from on a GPU: use --device cpu",
+            param="device",
+        )
     ops = DeviceOps(device, dtype, site.ops, "fp8" if config.quantization == "fp8" else "none")
     decoder = within_memory(
         "the weights",

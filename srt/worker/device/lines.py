@@ -23,7 +23,8 @@ class Bunch(NamedTuple):
 
     span: slice
     changed: bool
-    ranks: bool
+    by_k: bool
+    by_p: bool
     floors: bool
     greedy: bool
 
@@ -50,7 +51,8 @@ class Lines:
         self._pool = pool
         top_k = pool.top_k[self.rows]
         self._greedy = (pool.temperature[self.rows] < GREEDY_BELOW) | (top_k == 1)
-        self._ranked = ~self._greedy & (((top_k > 0) & (top_k < vocab)) | (pool.top_p[self.rows] < 1.0))
+        self._by_k = ~self._greedy & (top_k > 0) & (top_k < vocab)
+        self._by_p = ~self._greedy & (pool.top_p[self.rows] < 1.0)
         self.order: Int64s = np.arange(len(place))
         """The lines as they are drawn from."""
         self._in_order = True
@@ -75,17 +77,19 @@ class Lines:
 
     def bunches(self, changed: Bools) -> list[Bunch]:
         """Put the lines in order, those that are `changed` last: all that are drawn from alike together."""
-        kinds = changed * 2 + self._ranked
+        kinds = changed * 2 + (self._by_k | self._by_p)
         if (kinds != kinds[0]).any():
             self.order, self._in_order = np.argsort(kinds, kind="stable"), False
         kinds, greedy = kinds[self.order], self._greedy[self.order]
+        by_k, by_p = self._by_k[self.order], self._by_p[self.order]
         floors = self._pool.min_p[self.rows[self.order]] > 0
         borders = np.flatnonzero(np.diff(kinds)) + 1
         return [
             Bunch(
                 slice(begin, end),
                 bool(kinds[begin] & 2),
-                bool(kinds[begin] & 1),
+                bool(by_k[begin:end].any()),
+                bool(by_p[begin:end].any()),
                 bool(floors[begin:end].any()),
                 bool(greedy[begin:end].all()),
             )

@@ -37,8 +37,12 @@ def _some(places: Places, part: slice) -> Places:
         drafts=places.drafts[part],
         proposed=places.proposed[before : before + within],
     )
-    if places.masked is not None:
-        some.masks, some.masked = places.masks, places.masked[lines][: int(some.widths.sum())]
+    if places.masks is not None and places.masked is not None:
+        masked = places.masked[lines][: int(some.widths.sum())]
+        named = masked[masked >= 0]
+        if len(named):  # lines of masks are in the order of the places
+            some.masks = places.masks[named[0] : named[-1] + 1]
+            some.masked = np.where(masked >= 0, masked - named[0], -1).astype(np.int32)
     return some
 
 

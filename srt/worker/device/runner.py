@@ -180,7 +180,8 @@ class DeviceRunner:
         parts.columns.release(released)
         for start in step.admitted:
             parts.tokens.admit(start)
-        parts.columns.admit([start.row for start in step.admitted])
+        if parts.group.rank == 0:  # who alone counts what rows have had
+            parts.columns.admit([start.row for start in step.admitted])
 
     def _constrain(self, step: Step, places: Places) -> Filling | None:
         """Begin to fill the masks of rows that have a grammar, which first hear of what they have drawn."""

@@ -104,7 +104,8 @@ class DeviceSampler:
             filters = u = None
             if not bunch.greedy:
                 columns = {name: sent[name][span] for name in ("temperature", "top_k", "top_p", "min_p")}
-                filters, u = Filters(**columns, ranks=bunch.ranks, floors=bunch.floors), sent["u"][span]
+                filters = Filters(**columns, by_k=bunch.by_k, by_p=bunch.by_p, floors=bunch.floors)
+                u = sent["u"][span]
             ids, errors = draw(source, filters, u, lines=at, renorm=self._renorm)
             parts.append((ids.expand(-1, lines.most), errors[:, None].expand(-1, lines.most)))
         ids, errors = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
