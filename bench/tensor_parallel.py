@@ -20,6 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import sapwood
 from bench.quality_data import read_rows
 from sapwood import __version__
 from sapwood.srt.errors import ProcessDied
+from sapwood.srt.launch import ENGINE_ROLES
 
 OWN = (
     "The capital of France is", "Once upon a time, there was a little", "def fibonacci(n):\n",
@@ -42,6 +44,9 @@ OWN = (
 )  # fmt: skip
 LOAD_TOKENS = 250
 """Of each request that runs when a rank is killed: more than are computed until then, and all have room."""
+
+WORKER = ENGINE_ROLES["worker"]
+"""In the command line of its processes."""
 
 Answer = list[dict[str, Any]]
 """The tokens of an answer, each with its id, its logprob and the two most likely."""
@@ -123,12 +128,27 @@ def compare(one: list[Answer], several: list[Answer]) -> list[dict[str, Any]]:
 
 
 def ranks_of(parent: int) -> list[psutil.Process]:
-    """The processes of the worker's ranks other than 0."""
-    children = psutil.Process(parent).children(recursive=True)
-    return [child for child in children if child.cmdline()[-1].startswith("rank=")]
+    """The processes of the worker's ranks, in order, that are alive."""
+    found = {}
+    for child in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.Error):  # it ends meanwhile
+            argv = child.cmdline()
+            if WORKER in argv:
+                rank = argv[-1].removeprefix("rank=") if argv[-1].startswith("rank=") else "0"
+                found[int(rank)] = child
+    return [found[rank] for rank in sorted(found)]
 
 
-def kill_under_load(model: Model, prompts: Sequence[str]) -> dict[str, Any]:
+def alive(processes: Sequence[psutil.Process]) -> int:
+    """How many of them have not ended."""
+    count = 0
+    for process in processes:
+        with suppress(psutil.Error):
+            count += process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return count
+
+
+def kill_under_load(model: Model, prompts: Sequence[str], size: int) -> dict[str, Any]:
     """What became of requests that ran when the last rank was killed, and of two of them after."""
     before = model.alone(prompts[:2], cold=True)
     ends: list[str] = []
@@ -149,6 +169,8 @@ def kill_under_load(model: Model, prompts: Sequence[str]) -> dict[str, Any]:
     while (running := model.running()) < len(prompts) and time.monotonic() < deadline:
         time.sleep(0.02)
     old = ranks_of(os.getpid())
+    if len(old) != size:
+        raise SystemExit(f"there are {len(old)} processes of {size} ranks")
     begin = time.perf_counter()
     old[-1].kill()
     for thread in threads:
@@ -162,7 +184,7 @@ def kill_under_load(model: Model, prompts: Sequence[str]) -> dict[str, Any]:
         "seconds_to_errors": round(told, 3),
         "seconds_to_answers": round(time.perf_counter() - begin, 3),
         "same_answers": after == before,
-        "left_behind": sum(process.is_running() for process in old),
+        "left_behind": alive(old),
         "error": ends[0],
     }
 
@@ -200,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         cold = model.alone(prompts, cold=True)
         runs["cached"] = model.alone(prompts, cold=False)
         runs["side by side"] = model.ask(prompts)
-        killed = kill_under_load(model, prompts)
+        killed = kill_under_load(model, prompts, args.size)
     with Model(args.model, args.size, args.max_tokens, chunked_prefill_size=16) as model:
         runs["chunks of 16, side by side"] = model.ask(prompts)
     rows = compare(one, cold)

@@ -20,10 +20,17 @@ from typing import Any
 
 INSTALL = "pip install 'sapwood[cuda]'"
 
-_LEAST, _BEYOND = (0, 7), (0, 8)
-"""The versions whose functions are called here as they are; a next one may name its arguments otherwise."""
+_LEAST, _BEYOND = (0, 7, 4), (0, 8, 0)
+"""The versions whose functions are called here as they are: those before want a larger workspace, and a next
+one may name its arguments otherwise."""
+_LEAST_NVCC = (12, 0, 0)
+"""The first toolkit whose C++ FlashInfer's kernels compile with."""
 
 _UNKNOWN = "of unknown version"
+_SOURCE = "0.0.0+unknown"
+"""What FlashInfer says of itself where it was not built."""
+_BROKEN = (ImportError, OSError, AttributeError, RuntimeError)
+"""What importing it raises where a library of it is missing or is of another version."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 _TOOLKIT = Path("/usr/local/cuda")
 
@@ -33,7 +40,7 @@ class Versions:
     """What was found, None for what there is not.
 
     `torch_cuda`: what torch was built for; `driver_cuda`: the highest that the driver runs; `nvcc`: the
-    toolkit's compiler; `compiled`: whether the package of FlashInfer's compiled kernels is there.
+    toolkit's compiler; `jit_cache`: FlashInfer's compiled kernels.
     """
 
     flashinfer: str | None
@@ -42,7 +49,15 @@ class Versions:
     driver: str | None
     driver_cuda: str | None
     nvcc: str | None
-    compiled: bool = False
+    jit_cache: str | None = None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether there are compiled kernels that FlashInfer will take: those of its own version."""
+        if self.jit_cache is None or self.flashinfer is None:
+            return False
+        unchecked = self.flashinfer == _UNKNOWN or bool(os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK"))
+        return unchecked or self.jit_cache.split("+")[0] == self.flashinfer
 
     def __str__(self) -> str:
         built = f"built for CUDA {self.torch_cuda}" if self.torch_cuda else "built without CUDA"
@@ -50,6 +65,7 @@ class Versions:
         return (
             f"FlashInfer {self.flashinfer or 'none'}, torch {self.torch} {built}, "
             f"{driver if self.driver_cuda else 'no driver'}, nvcc {self.nvcc or 'none'}"
+            f"{f', compiled kernels {self.jit_cache}' if self.jit_cache else ''}"
         )
 
     def problem(self) -> str | None:
@@ -58,18 +74,25 @@ class Versions:
             return "this torch has no CUDA: it must be replaced by a build that has"
         if self.driver_cuda is None:
             return "there is no NVIDIA driver"
-        if _major(self.torch_cuda) > _major(self.driver_cuda):
+        if _parsed(self.torch_cuda)[0] > _parsed(self.driver_cuda)[0]:
             return f"the driver is too old for CUDA {self.torch_cuda}, which torch was built for"
         if self.flashinfer is None:
             return "FlashInfer is not installed"
-        if self.flashinfer != _UNKNOWN and not _LEAST <= _pair(self.flashinfer) < _BEYOND:
-            return f"FlashInfer must be {_dotted(_LEAST)} or newer, and older than {_dotted(_BEYOND)}"
-        if self.nvcc is None and not self.compiled:
-            return (
-                "FlashInfer compiles its kernels with nvcc: install the CUDA toolkit (or the package "
-                "flashinfer-jit-cache, which has them compiled)"
-            )
-        if self.nvcc is not None and _major(self.nvcc) > _major(self.driver_cuda):
+        if self.flashinfer != _UNKNOWN and not _LEAST <= _parsed(self.flashinfer) < _BEYOND:
+            return f"FlashInfer must be {_dotted(_LEAST)} or newer, and older than {_dotted(_BEYOND[:2])}"
+        return None if self.compiled else self._compiler_problem(self.driver_cuda)
+
+    def _compiler_problem(self, driver_cuda: str) -> str | None:
+        wanted = (
+            "FlashInfer compiles its kernels with nvcc: install the CUDA toolkit "
+            f"{_dotted(_LEAST_NVCC[:2])} or newer (or the package flashinfer-jit-cache of FlashInfer's own "
+            "version, which has them compiled)"
+        )
+        if self.nvcc is None:
+            return wanted
+        if _parsed(self.nvcc) < _LEAST_NVCC:
+            return f"nvcc {self.nvcc} is too old. {wanted}"
+        if _parsed(self.nvcc)[0] > _parsed(driver_cuda)[0]:
             return f"the driver is too old for what nvcc {self.nvcc} compiles"
         return None
 
@@ -79,13 +102,13 @@ def versions_found(torch: Any = None) -> Versions:
     torch = torch or importlib.import_module("torch")
     runs = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
     return Versions(
-        flashinfer=_flashinfer_version(),
+        flashinfer=_installed("flashinfer-python", "flashinfer"),
         torch=str(torch.__version__),
         torch_cuda=torch.version.cuda,
         driver=_driver_version(),
         driver_cuda=f"{runs // 1000}.{runs % 1000 // 10}" if runs else None,
         nvcc=_nvcc_version(),
-        compiled=importlib.util.find_spec("flashinfer_jit_cache") is not None,
+        jit_cache=_installed("flashinfer-jit-cache", "flashinfer_jit_cache"),
     )
 
 
@@ -99,10 +122,12 @@ def load_flashinfer(found: Versions | None = None) -> ModuleType:
         raise _Unfit(problem, found)
     try:
         module = importlib.import_module("flashinfer")
-    except ImportError as e:
-        raise _Unfit(f"FlashInfer cannot be imported: {e}", found) from e
-    # A copy without the package's metadata tells its version only now.
-    found = replace(found, flashinfer=getattr(module, "__version__", found.flashinfer))
+    except _BROKEN as e:
+        raise _Unfit(f"FlashInfer cannot be imported: {type(e).__name__}: {e}", found) from e
+    told = getattr(module, "__version__", _SOURCE)
+    if found.flashinfer == _UNKNOWN and told != _SOURCE:
+        # A copy without the package's metadata tells its version only now.
+        found = replace(found, flashinfer=told)
     if (problem := found.problem()) is not None:
         raise _Unfit(problem, found)
     return module
@@ -157,11 +182,11 @@ class _Unfit(RuntimeError):
         super().__init__(f"{problem} (found: {found}). To install: {INSTALL}")
 
 
-def _flashinfer_version() -> str | None:
+def _installed(package: str, module: str) -> str | None:
     try:
-        return importlib.metadata.version("flashinfer-python")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return _UNKNOWN if importlib.util.find_spec("flashinfer") is not None else None
+        return _UNKNOWN if importlib.util.find_spec(module) is not None else None
 
 
 def _driver_version() -> str | None:
@@ -185,14 +210,10 @@ def _nvcc_version() -> str | None:
     return found[1] if found else None
 
 
-def _pair(version: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def _parsed(version: str) -> tuple[int, int, int]:
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else (0, 0, 0)
 
 
-def _major(version: str) -> int:
-    return _pair(version)[0]
-
-
-def _dotted(version: tuple[int, int]) -> str:
+def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))

@@ -93,6 +93,11 @@ class Child:
         """Whether the process has exited, or has closed its wire, which it only does when exiting."""
         return self.gone or self.process.poll() is not None
 
+    def follows(self) -> bool:
+        """Whether it said, once `ended`, that another process had ended before it."""
+        self._listener.join(1.0)
+        return self._fatal is not None and self._fatal.follows
+
     def exit_code(self) -> int | None:
         """The exit code once `ended`; None for what closed its wire and goes on all the same."""
         self._wait(1.0)

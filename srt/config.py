@@ -22,6 +22,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 _UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
 
+_NO_GRAPHS = "contradict each other: give one of them"
+_NOT_CAPTURED = "do not go together: no step in plain torch is captured"
+_NOT_EXACT = "do not go together: sums in plain torch depend on how many rows there are"
+
 
 class Flag(msgspec.Struct, frozen=True):
     """What the command line says of one field: help text and range."""
@@ -237,11 +241,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     disable_overlap_schedule: Annotated[bool, Flag("plan a step only after the result of the last")] = False
 
     cpu_isa: Annotated[
-        Literal["auto", "amx", "avx512", "avx2", "portable"], Flag("instruction set of the CPU kernels")
+        Literal["auto", "amx", "avx512", "avx2", "portable"], Flag("CPU: instruction set of the kernels")
     ] = "auto"
     num_threads: Annotated[
         int | None,
-        Flag("threads of the worker (default: one a core, within the quota)", 1, 1024),
+        Flag("threads of the worker, or of each rank (default: one a core, within the quota)", 1, 1024),
     ] = None
     attention_backend: Annotated[
         Literal["auto", "flashinfer", "cpu", "reference"],
@@ -251,7 +255,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Flag("GPU: attention that does not depend on the batch, somewhat slower (a CPU is always exact)"),
     ] = False
-    disable_cuda_graph: Annotated[bool, Flag("GPU: launch each kernel of a decode step by itself")] = False
+    disable_cuda_graph: Annotated[
+        bool, Flag("GPU: launch each kernel of a decode step by itself (a CPU has no graphs)")
+    ] = False
     cuda_graph_max_bs: Annotated[
         int | None, Flag("GPU: rows of the largest decode step that is captured (default: 256)", 1, 4096)
     ] = None
@@ -282,17 +288,30 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("model_path", "served_model_name"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{option(name)} must not be empty", param=name)
-        if self.quantization != "none" and self.dtype != "auto":
-            raise ConfigError(
-                f"--quantization {self.quantization} and --dtype {self.dtype} both say how weights are "
-                "stored: give one of them",
-                param="quantization",
-            )
         if self.chunked_prefill_size == 0:
             raise ConfigError(
                 "--chunked-prefill-size must be -1 or at least 1, got 0", param="chunked_prefill_size"
             )
+        self._check_pairs()
         return self
+
+    def _check_pairs(self) -> None:
+        """Each field may have its value, but not beside the other's."""
+        dtype = self.quantization != "none" and self.dtype != "auto"
+        sized = self.cuda_graph_max_bs is not None
+        reference = self.attention_backend == "reference"
+        for found, one, other, why in (
+            (dtype, "quantization", "dtype", "both say how weights are stored: give one of them"),
+            (sized and self.disable_cuda_graph, "cuda_graph_max_bs", "disable_cuda_graph", _NO_GRAPHS),
+            (sized and reference, "cuda_graph_max_bs", "attention_backend", _NOT_CAPTURED),
+            (self.deterministic and reference, "deterministic", "attention_backend", _NOT_EXACT),
+        ):
+            if found:
+                raise ConfigError(f"{self._shown(one)} and {self._shown(other)} {why}", param=one)
+
+    def _shown(self, name: str) -> str:
+        value = getattr(self, name)
+        return option(name) if value is True else f"{option(name)} {value}"
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):

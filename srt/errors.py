@@ -180,6 +180,10 @@ class ProcessDied(Unavailable):
             self.add_note(details)
 
 
+class RankLost(SapwoodError):
+    """A rank of the worker cannot go on, as another one has ended: that one is at fault."""
+
+
 class ConfigError(SapwoodError):
     """A flag or a combination of flags cannot work; printed by the command line, which exits with 2."""
 

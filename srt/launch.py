@@ -228,9 +228,10 @@ class Launcher:
         return True
 
     def _check(self) -> None:
-        for c in list(self._children):
+        # Whose end comes of another's is told of last: then that one is among them, however late it is seen.
+        for c in sorted((c for c in self._children if c.ended()), key=Child.follows):
             # Several ranks of a worker may be dead, but it is replaced once.
-            if c in self._children and c.ended():
+            if c in self._children:
                 self._lose(c, c.post_mortem())
         self._excuse()
         limit = self._config.heartbeat_timeout

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from sapwood.srt import orders
-from sapwood.srt.errors import SapwoodError
+from sapwood.srt.errors import RankLost, SapwoodError
 from sapwood.srt.orders import Beat, Boot, Fatal, Ready
 
 ROLES = {
@@ -109,9 +109,9 @@ class Lifeline:
         settle()
         self._wire.write(Ready(facts or {}, max_request_tokens))
 
-    def fatal(self, message: str, expected: bool = False) -> None:
-        """Tell why this process cannot go on. `expected`: the message alone is enough for a user."""
-        self._wire.write(Fatal(message, expected))
+    def fatal(self, message: str, expected: bool = False, follows: bool = False) -> None:
+        """Tell why this process cannot go on (see `orders.Fatal`)."""
+        self._wire.write(Fatal(message, expected, follows))
 
     def _beat(self) -> None:
         # The parent's id is watched too: a process forked off the launcher's would hold the socket open.
@@ -174,7 +174,7 @@ def main(argv: list[str]) -> int:
     try:
         importlib.import_module(module).main(lifeline.boot, lifeline)
     except SapwoodError as e:
-        lifeline.fatal(e.message, expected=True)
+        lifeline.fatal(e.message, expected=True, follows=isinstance(e, RankLost))
         return FATAL_EXIT
     except Exception:
         lifeline.fatal(traceback.format_exc())

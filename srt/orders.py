@@ -56,10 +56,11 @@ class Serve(Message):
 
 class Fatal(Message):
     """A child cannot go on: the reason, for a person. `expected`: it is the user's to mend (a wrong flag, a
-    broken model file), and no traceback."""
+    broken model file), and no traceback. `follows`: another process is at fault, which has ended before."""
 
     message: str
     expected: bool = False
+    follows: bool = False
 
 
 class Died(Message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,17 @@ class Bench:
 
         self.runner._decoder.logits = record  # type: ignore[method-assign]
 
-    def step(self, parts: list[dict[str, Any]], admitted: list[RowStart] | None = None) -> StepResult:
+    def step(
+        self,
+        parts: list[dict[str, Any]],
+        admitted: list[RowStart] | None = None,
+        released: Sequence[int] = (),
+    ) -> StepResult:
         """Each part: row, start, ids, slots, samples, and how many of the ids are drafts, if any are."""
         drafts = [p.get("drafts", 0) for p in parts]
         step = Step(
             number=self.number,
-            released=b"",
+            released=messages.pack(released),
             admitted=admitted or [],
             rows=messages.pack([p["row"] for p in parts]),
             starts=messages.pack([p["start"] for p in parts]),

@@ -129,16 +129,16 @@ class Session:
     def eager(self) -> Iterator[None]:
         """Inside, no step runs as a graph."""
         forward, lanes = self._parts.forward, self._parts.lanes
-        sizes, graphs = forward._sizes, [lane._graphs for lane in lanes]
+        sizes, graphs = forward._sizes, [(lane._graphs, lane._sorted) for lane in lanes]
         forward._sizes = []
         for lane in lanes:
-            lane._graphs = {}
+            lane._graphs, lane._sorted = {}, []
         try:
             yield
         finally:
             forward._sizes = sizes
             for lane, kept in zip(lanes, graphs, strict=True):
-                lane._graphs = kept
+                lane._graphs, lane._sorted = kept
 
     @contextmanager
     def plain_torch(self) -> Iterator[None]:

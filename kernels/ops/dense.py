@@ -106,11 +106,16 @@ def linear_fp8_reference(x: Tensor, weight: DenseWeight, out: Tensor) -> None:
 
 @functools.cache
 def widens(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch.mm there can write its float32 sums as they are, not rounded to `dtype` first."""
+    """Whether torch.mm there can write its float32 sums as they are, not rounded to `dtype` first.
+
+    Raises torch.OutOfMemoryError where there is no room to find out.
+    """
     a = torch.full((16, 64), 1 + 2**-7, dtype=dtype, device=device)
     out = torch.zeros((16, 16), dtype=torch.float32, device=device)
     try:
         torch.mm(a, a[:16].t(), out_dtype=torch.float32, out=out)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError):
         return False
     return bool((out == 64 * (1 + 2**-7) ** 2).all())

@@ -22,7 +22,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     "same": it sets the field `target`; `becomes` maps those values that are written otherwise (to None:
     they ask for the contrary of what the other value sets); `also` maps values to a second field that they
-    set, and its value. "anyway": what it asks for is always so.
+    set, and its value, `elsewhere` to one that they set in place of `target`.
+    "anyway": what it asks for is always so.
     "refused": it cannot be had. Of the latter two, `accepts` are the values that ask for what happens anyway.
 
     `wrong` maps values (`*`: all others) to the reason why they cannot be had, `reason` is why in general
@@ -37,6 +38,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     target: str = ""
     becomes: dict[str, Any] = {}
     also: dict[str, tuple[str, Any]] = {}
+    elsewhere: dict[str, tuple[str, Any]] = {}
     accepts: tuple[str, ...] = ()
     wrong: dict[str, str] = {}
     reason: str = ""
@@ -137,6 +139,7 @@ def same(
     *,
     becomes: dict[str, Any] | None = None,
     also: dict[str, tuple[str, Any]] | None = None,
+    elsewhere: dict[str, tuple[str, Any]] | None = None,
     wrong: dict[str, str] | None = None,
     switch: bool = False,
     listed: bool = False,
@@ -153,6 +156,7 @@ def same(
             target=target,
             becomes=becomes or {},
             also=also or {},
+            elsewhere=elsewhere or {},
             wrong=wrong or {},
             reason=note,
         )

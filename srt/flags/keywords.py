@@ -70,6 +70,8 @@ def _setting_of(entry: Entry, written: str, value: Any) -> Setting | None:
     if text in entry.wrong or (ANY in entry.wrong and text not in entry.becomes):
         raise ConfigError(entry.refusal(written, value), param=entry.name)
     shown = entry.shown(written, value)
+    if text in entry.elsewhere:
+        return Setting(*entry.elsewhere[text], shown)
     if text not in entry.becomes:
         return Setting(entry.target, _only_one(entry, written, value), shown)
     if entry.becomes[text] is None:

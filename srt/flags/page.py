@@ -60,6 +60,8 @@ def _working(entry: Entry) -> str:
             notes.append(f"`{text}` is `{str(value).lower() if isinstance(value, bool) else value}`")
     for text, (field, value) in entry.also.items():
         notes.append(f"`{text}` sets `{config.option(field)}` to {str(value).lower()} too")
+    for text, (field, value) in entry.elsewhere.items():
+        notes.append(f"`{text}` sets `{config.option(field)}` to {str(value).lower()} instead")
     wrong: dict[str, list[str]] = {}
     for text, reason in entry.wrong.items():
         wrong.setdefault(reason, []).append("all else" if text == ANY else f"`{text}`")

@@ -19,7 +19,7 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
     ),
     *group(
         "refused",
-        "pipeline parallelism is not there: one worker runs every layer",
+        "pipeline parallelism is not there: every worker has a part of every layer",
         both="pipeline_parallel_size=1",
         sglang="""
         pp_size=1 pp=1 pp_max_micro_batch_size pp_async_batch_depth=0 enable_dynamic_chunking?
@@ -113,7 +113,7 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
         enable_fault_tolerance? fault_tolerance_config enable_nccl_comm_suspend?
         _api_process_count=1 _api_process_rank=0
         """,
-        instead="see --num-threads",
+        instead="the GPUs, or sockets, of one machine are used together by --tensor-parallel-size",
     ),
     *group(
         "refused",
@@ -222,7 +222,6 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
     *group(
         "refused",
         "one attention algorithm does prefill and decode",
-        sglang="decode_attention_backend=cpu|flashinfer prefill_attention_backend=cpu|flashinfer",
         vllm="attention_config -ac override_attention_dtype",
         instead="use --attention-backend",
     ),
@@ -230,8 +229,8 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
         "refused",
         "CUDA graphs are of decode steps, of sizes of their own up to --cuda-graph-max-bs",
         sglang="""
-        cuda_graph_config cuda_graph_backend_decode=full cuda_graph_backend_prefill=disabled
-        cuda_graph_bs+ cuda_graph_max_bs_prefill disable_cuda_graph_padding? disable_decode_cuda_graph?
+        cuda_graph_config cuda_graph_backend_prefill=disabled
+        cuda_graph_bs+ cuda_graph_max_bs_prefill disable_cuda_graph_padding?
         cuda_graph_bs_decode+ cuda_graph_bs_prefill+ cuda_graph_tc_compiler
         enable_profile_cuda_graph? enable_cudagraph_gc? debug_cuda_graph?
         enable_breakable_cuda_graph? enable_piecewise_cuda_graph? piecewise_cuda_graph_max_tokens

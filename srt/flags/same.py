@@ -7,8 +7,20 @@ from sapwood.srt.flags.entry import ANY, FALSE, TRUE, Entry, Vocabulary, same
 _NOT_PICKLE = "pickled weights are never loaded: convert them to safetensors"
 _NOT_STORED = "K and V are stored as float32, float16, bfloat16 or fp8_e4m3"
 _ONE_KERNEL = "on a GPU attention is FlashInfer's"
+_WHOLE_STEPS = "a decode step is captured as a whole, or not at all"
 _NO_DEVICE = "the model runs on an NVIDIA GPU or on the CPU"
 _OTHER_BACKEND = "that attention backend is not for this runtime"
+_ATTENTION = {"torch_native": "reference", "cpu_attn": "cpu"}
+_OTHER_ATTENTION = {
+    **dict.fromkeys(
+        ("triton", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "flash_attn",
+         "triton_attn", "flex_attention", "xformers", "flashinfer_mla"),
+        _ONE_KERNEL,
+    ),
+    **dict.fromkeys(
+        ("torch_sdpa", "intel_amx", "ascend", "aiter", "wave", "intel_xpu", "rocm_flash"), _OTHER_BACKEND
+    ),
+}  # fmt: skip
 _QUANTIZATION = {name: name for name in ("none", "gguf", "w8", "w4", "fp8")}
 _OTHER_QUANTIZATION = (
     "what is computed on is a GGUF's own types, or floats rounded at load: none, gguf, w8, w4 or fp8"
@@ -115,23 +127,7 @@ OUR_NAMES: tuple[Entry, ...] = (
         "sglang",
         wrong=dict.fromkeys(("fifo", "mru", "filo"), "what is in use, or was of use, stays"),
     ),
-    *same(
-        "attention_backend",
-        "attention_backend",
-        "both",
-        becomes={"torch_native": "reference", "cpu_attn": "cpu"},
-        wrong={
-            **dict.fromkeys(
-                ("triton", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha",
-                 "flash_attn", "triton_attn", "flex_attention", "xformers", "flashinfer_mla"),
-                _ONE_KERNEL,
-            ),
-            **dict.fromkeys(
-                ("torch_sdpa", "intel_amx", "ascend", "aiter", "wave", "intel_xpu", "rocm_flash"),
-                _OTHER_BACKEND,
-            ),
-        },
-    ),
+    *same("attention_backend", "attention_backend", "both", becomes=_ATTENTION, wrong=_OTHER_ATTENTION),
 )  # fmt: skip
 """Fields of ours that the others call the same; here are the values that they write otherwise."""
 
@@ -148,9 +144,16 @@ ALIASES: tuple[Entry, ...] = (
     *same("deterministic", "enable_deterministic_inference", "sglang", switch=True, note=(
         "of a GPU; on a CPU answers are exact anyway"
     )),
+    *same("attention_backend", "decode_attention_backend prefill_attention_backend", "sglang",
+          becomes=_ATTENTION, wrong=_OTHER_ATTENTION, note="one backend does prefill and decode"),
     *same("disable_cuda_graph", "enforce_eager", "vllm", switch=True),
+    *same("disable_cuda_graph", "disable_decode_cuda_graph", "sglang", switch=True),
+    *same("disable_cuda_graph", "cuda_graph_backend_decode", "sglang",
+          becomes={"disabled": True, "full": False}, also={"full": ("device", "cuda")},
+          wrong={ANY: _WHOLE_STEPS}),
     *same("cuda_graph_max_bs", "cuda_graph_max_bs_decode", "sglang"),
-    *same("cuda_graph_max_bs", "max_cudagraph_capture_size", "vllm"),
+    *same("cuda_graph_max_bs", "max_cudagraph_capture_size", "vllm",
+          elsewhere={"0": ("disable_cuda_graph", True)}),
     *same("tokenizer_workers", "tokenizer_worker_num", "sglang"),
     *same("mem_fraction_static", "gpu_memory_utilization", "vllm", note=(
         "a share of the free memory, for the KV pool alone"

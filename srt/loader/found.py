@@ -14,7 +14,8 @@ from sapwood.srt.params import MIN_REPETITION_PENALTY
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as its files describe it; the fields are those of ModelSource."""
+    """A model as its files describe it; the fields are those of ModelSource. `group`: so many inputs of the
+    attention's output projection are quantised together."""
 
     name: str
     format: Literal["safetensors", "gguf", "dummy"]
@@ -26,6 +27,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None
     template_vars: dict[str, str]
     sampling_defaults: dict[str, float]
+    group: int = 1
 
 
 SAMPLING_RANGES = {

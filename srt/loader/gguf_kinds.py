@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.srt.loader.codes import LARGEST_HALF, Codes, Floats
+from sapwood.srt.loader.codes import GROUP, LARGEST_HALF, WIDE_GROUP, Codes, Floats
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -204,3 +204,9 @@ _FORMATS = {
 KINDS = {kind.name: kind for kind in _NUMBERS.values() if kind.name in _FORMATS}
 """The types that can be read, by name."""
 QUANTISED = frozenset(_CODES)
+_WIDE = ("q2_k", "q3_k", "q6_k")
+
+
+def group_of(kind: str) -> int:
+    """How many inputs have a scale together; 1 for floats."""
+    return 1 if kind not in QUANTISED else WIDE_GROUP if kind in _WIDE else GROUP

@@ -11,6 +11,7 @@ import numpy as np
 from sapwood.srt.errors import ModelError
 from sapwood.srt.loader.found import Found, sampling_defaults, token_ids
 from sapwood.srt.loader.gguf_config import sizes, special
+from sapwood.srt.loader.gguf_kinds import group_of
 from sapwood.srt.loader.gguf_names import family_of
 from sapwood.srt.loader.gguf_parts import GgufFile
 from sapwood.srt.loader.gguf_rope import rope
@@ -23,6 +24,7 @@ _WORDS = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+_OUT = ".attn_output.weight"
 _ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 _SAMPLING = {
@@ -54,6 +56,7 @@ def describe(path: Path, cache: Path, *, tokenizer: bool) -> Found:
         chat_template=template,
         template_vars=_template_vars(metadata),
         sampling_defaults=sampling_defaults(own),
+        group=max((group_of(t.kind) for name, t in gguf.tensors.items() if name.endswith(_OUT)), default=1),
     )
 
 

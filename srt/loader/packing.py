@@ -40,27 +40,29 @@ class Matrix:
         rows = self.rows(begin, end)
         return torch.from_numpy(rows.values()) if isinstance(rows, Codes) else rows
 
-    def cut(self, rows: range | None, columns: range | None) -> Matrix:
-        """Those rows and columns of it. Raises ModelError for columns that part a group of codes."""
+    def cut(self, rows: range | None, columns: range | None, group: int = 1) -> Matrix:
+        """Those rows and columns of it. Raises ModelError for columns that part a group of codes or, where
+        floats are to be rounded to codes, of so many inputs."""
         down, across = rows or range(self.n), columns or range(self.k)
+        self._require_groups(across, group)
 
         def some(begin: int, end: int) -> Tensor | Codes:
             values = self.rows(down.start + begin, down.start + end)
             if len(across) == self.k:
                 return values
             if isinstance(values, Codes):
-                return self._codes(values, across)
+                self._require_groups(across, values.group)
+                return values.cut(across)
             return values[:, across.start : across.stop].contiguous()
 
         return replace(self, n=len(down), k=len(across), rows=some)
 
-    def _codes(self, values: Codes, across: range) -> Codes:
-        if across.start % values.group or (across.stop % values.group and across.stop < self.k):
+    def _require_groups(self, across: range, group: int) -> None:
+        if across.start % group or (across.stop % group and across.stop < self.k):
             raise ModelError(
-                f"{self.name}: its {self.kind} values come in groups of {values.group}: they cannot be "
+                f"{self.name}: its {self.kind} values are quantised in groups of {group}: they cannot be "
                 f"shared out from {across.start} to {across.stop} (--tensor-parallel-size)"
             )
-        return values.cut(across)
 
 
 def pack_matrices(matrices: Sequence[Matrix], storage: Storage) -> PackedWeight:

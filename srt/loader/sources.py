@@ -11,10 +11,11 @@ import msgspec
 from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import ConfigError, ModelError
 from sapwood.srt.loader import folder, gguf_model, hub, packaged, wheels
+from sapwood.srt.loader.codes import GROUP
 from sapwood.srt.loader.found import Found
-from sapwood.srt.models.parallel import shard_of
+from sapwood.srt.models.parallel import require_groups, shard_of
 from sapwood.srt.models.registry import architecture_of, longest_context, spec_of
-from sapwood.srt.models.spec import MAX_LENGTH, integer
+from sapwood.srt.models.spec import MAX_LENGTH, DecoderSpec, integer
 
 _log = logging.getLogger("sapwood")
 
@@ -35,7 +36,7 @@ def resolve(config: Config) -> ModelSource:
         spec = spec_of(found.config)
     except ModelError as e:
         raise ModelError(f"{found.path}: {e.message}") from None
-    shard_of(spec, 0, config.tensor_parallel_size)  # of all ranks' parts the first is the least
+    _require_parts(config, found, spec)
     return ModelSource(
         name=config.served_model_name or found.name,
         format=found.format,
@@ -51,6 +52,16 @@ def resolve(config: Config) -> ModelSource:
         template_vars=found.template_vars,
         sampling_defaults=found.sampling_defaults,
     )
+
+
+def _require_parts(config: Config, found: Found, spec: DecoderSpec) -> None:
+    """Raises ConfigError where the model cannot be shared out among --tensor-parallel-size ranks."""
+    size = config.tensor_parallel_size
+    shard_of(spec, 0, size)  # of all ranks' parts the first is the least
+    if config.quantization in ("w8", "w4"):
+        require_groups(spec, size, GROUP, f"--quantization {config.quantization} rounds")
+    else:
+        require_groups(spec, size, found.group, "the file's weights are quantised")
 
 
 def _find(config: Config) -> Found:

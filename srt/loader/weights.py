@@ -13,6 +13,7 @@ from torch import Tensor
 from sapwood.kernels.ops.gemm import PackedWeight
 from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import ModelError
+from sapwood.srt.loader.codes import GROUP
 from sapwood.srt.loader.kept_weights import KeptWeights
 from sapwood.srt.loader.packing import PIECE, Matrix, pack_matrices
 from sapwood.srt.models.registry import spec_of
@@ -50,16 +51,19 @@ class Reader(Protocol):
 
 class Weights:
     """The WeightSource over a reader. Raises ModelError for what is missing or of another shape than `spec`
-    says; tensors that the model does not use are logged."""
+    says. Tensors that the model does not use are warned of, unless it is `quiet`: a rank beside others."""
 
-    def __init__(self, reader: Reader, spec: DecoderSpec, kept: KeptWeights | None = None) -> None:
+    def __init__(
+        self, reader: Reader, spec: DecoderSpec, kept: KeptWeights | None = None, quiet: bool = False
+    ) -> None:
         self._reader, self._kept = reader, kept
+        level = logging.DEBUG if quiet else logging.WARNING
         self._packed: list[tuple[PackedWeight, set[str]]] = []
         wanted = tensor_shapes(spec)
         _check_all(reader, wanted)
         if spec.tied and HEAD in reader.shapes and _has_own_head(reader):
-            _log.warning(
-                "%s: the config says tie_word_embeddings, but %s differs from %s: it is used as it is",
+            _log.log(
+                level, "%s: the config says tie_word_embeddings, but %s differs from %s: it is used as it is",
                 reader.place, HEAD, EMBEDDING,
             )  # fmt: skip
             wanted[HEAD] = wanted[EMBEDDING]
@@ -69,8 +73,8 @@ class Weights:
             n for n in reader.shapes if n not in wanted and n != HEAD and not n.endswith(_BUFFERS)
         )
         if unused:
-            _log.warning(
-                "%s: %d tensors are not used by this model: %s",
+            _log.log(
+                level, "%s: %d tensors are not used by this model: %s",
                 reader.place, len(unused), ", ".join(unused[:_SHOWN]) + (", ..." if unused[_SHOWN:] else ""),
             )  # fmt: skip
 
@@ -83,7 +87,8 @@ class Weights:
         labels = [str(part) for part in parts]
         weight = self._kept.get(labels) if self._kept else None
         if weight is None:
-            weight = pack_matrices([self._matrix(part) for part in parts], storage)
+            group = GROUP if storage in ("w8", "w4") else 1
+            weight = pack_matrices([self._matrix(part, group) for part in parts], storage)
         if self._kept:
             self._kept.add(labels, weight)
         noted = _NOTED if storage == "stored" else {}
@@ -97,9 +102,9 @@ class Weights:
             for begin in range(0, matrix.n, step):
                 yield matrix.floats(begin, min(matrix.n, begin + step))
 
-    def _matrix(self, part: Part) -> Matrix:
+    def _matrix(self, part: Part, group: int = 1) -> Matrix:
         whole = self._reader.matrix(part.name)
-        return whole if part.rows is part.columns is None else whole.cut(part.rows, part.columns)
+        return whole if part.rows is part.columns is None else whole.cut(part.rows, part.columns, group)
 
     def vector(self, name: str) -> Tensor:
         return self._reader.read(name)
@@ -123,11 +128,14 @@ class Weights:
 
 
 def open_weights(
-    source: ModelSource, kept: KeptWeights | None = None, device: torch.device | None = None
+    source: ModelSource,
+    kept: KeptWeights | None = None,
+    device: torch.device | None = None,
+    quiet: bool = False,
 ) -> Weights:
     """The weights of `source`, ready to be packed unless they are `kept`; ModelError names the file or tensor
     at fault. Dummies' floats are drawn on `device`, and are there."""
-    return Weights(_reader(source, device), spec_of(source.config), kept)
+    return Weights(_reader(source, device), spec_of(source.config), kept, quiet)
 
 
 def _reader(source: ModelSource, device: torch.device | None) -> Reader:

@@ -15,13 +15,14 @@ from sapwood.srt.models.weights import Part, Storage, WeightSource
 
 
 class CpuOps:
-    """`models.ops.Ops` over PackedWeight; `storage` is what matrices are packed as."""
+    """`models.ops.Ops` over PackedWeight; `storage` is what matrices are packed as. `vocab`: how many ids
+    there are; a rank, whose embedding has some of them alone, must know it."""
 
     device = torch.device("cpu")
     dtype = torch.float32
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, vocab: int | None = None) -> None:
+        self._storage, self._vocab = storage, vocab
 
     def weight(self, source: WeightSource, parts: Sequence[Part]) -> PackedWeight:
         return source.linear(parts, self._storage)
@@ -32,6 +33,9 @@ class CpuOps:
     def vector(self, values: Tensor) -> Tensor:
         return values
 
+    def bias(self, values: Tensor) -> Tensor:
+        return values
+
     def table(self, values: Tensor) -> Tensor:
         return values
 
@@ -39,6 +43,10 @@ class CpuOps:
         if first is None:
             embed(ids, weight, out)
             return
+        assert self._vocab is not None
+        wrong = ids[(ids < 0) | (ids >= self._vocab)]
+        if len(wrong):
+            raise IndexError(f"token id {int(wrong[0])} is not from 0 to {self._vocab - 1}")
         local = ids - first
         elsewhere = (local < 0) | (local >= weight.n)
         embed(local.masked_fill(elsewhere, 0), weight, out)

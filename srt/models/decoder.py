@@ -302,4 +302,4 @@ class _Loading(Generic[W]):
         for part in self._whole(parts):
             bias = self._weights.vector(layer(index, f"{part.name}.bias"))
             values.append(bias[part.rows.start : part.rows.stop] if part.rows else bias)
-        return self._ops.vector(torch.cat(values))
+        return self._ops.bias(torch.cat(values))

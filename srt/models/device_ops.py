@@ -28,6 +28,7 @@ _VECTOR = 8
 _TOKENS = 8192
 """Tokens for which a store's page table is there from the start, before anything is captured."""
 
+_BFLOAT16_CAPABILITY = (8, 0)
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -47,7 +48,7 @@ class DeviceOps:
     rounded once. `quantization` fp8: matrices other than embedding and head in 8 bits (W8A8). After the first
     step no operation waits for the device, so that steps can be captured in graphs.
 
-    Raises ConfigError for a type that FlashInfer does not compute in, or a device without 8-bit products.
+    Raises ConfigError for a type that FlashInfer does not compute in, or that the device has not.
     """
 
     def __init__(
@@ -68,14 +69,22 @@ class DeviceOps:
         self._bytes: Counter[str] = Counter()
         self._pages = _Pages(device) if flashinfer is not None else None
         if device.type == "cuda":
+            self._check_capability(torch.cuda.get_device_capability(device))
             widens(device, dtype)
-            capability = torch.cuda.get_device_capability(device)
-            if self._quantized and capability < _FP8_CAPABILITY:
-                raise ConfigError(
-                    f"--quantization fp8 needs a GPU of compute capability {_dotted(_FP8_CAPABILITY)} or "
-                    f"higher; this one's is {_dotted(capability)}",
-                    param="quantization",
-                )
+
+    def _check_capability(self, capability: tuple[int, int]) -> None:
+        if self.dtype is torch.bfloat16 and capability < _BFLOAT16_CAPABILITY:
+            raise ConfigError(
+                f"bfloat16 needs a GPU of compute capability {_dotted(_BFLOAT16_CAPABILITY)} or higher; this "
+                f"one's is {_dotted(capability)}: use --dtype float16",
+                param="dtype",
+            )
+        if self._quantized and capability < _FP8_CAPABILITY:
+            raise ConfigError(
+                f"--quantization fp8 needs a GPU of compute capability {_dotted(_FP8_CAPABILITY)} or "
+                f"higher; this one's is {_dotted(capability)}",
+                param="quantization",
+            )
 
     def weight(self, source: WeightSource, parts: Sequence[Part]) -> DenseWeight:
         matrix = device_matrix(source, parts, self.device, self.dtype)
@@ -100,6 +109,9 @@ class DeviceOps:
         if self._flashinfer is not None:
             self._norms[held] = self._norm_weight(values)
         return held
+
+    def bias(self, values: Tensor) -> Tensor:
+        return values.to(self.device)
 
     def table(self, values: Tensor) -> Tensor:
         return values.to(self.device)

@@ -32,7 +32,10 @@ class Ops(Protocol[W]):
         """n of a weight [n, k]."""
 
     def vector(self, values: Tensor) -> Tensor:
-        """A float32 vector of the CPU as `rms_norm`, `head_norm` and biases take it."""
+        """A float32 vector of the CPU as `rms_norm` and `head_norm` take it."""
+
+    def bias(self, values: Tensor) -> Tensor:
+        """A float32 vector of the CPU, on `device`, to be added to activations."""
 
     def table(self, values: Tensor) -> Tensor:
         """A rotary table, float32 [positions, rotary], as `rope_store` takes it."""

@@ -77,6 +77,28 @@ def shard_of(spec: DecoderSpec, rank: int, size: int) -> Shard:
     return Shard(rank, size, q, kv, inner, vocab)
 
 
+def require_groups(spec: DecoderSpec, size: int, group: int, what: str) -> None:
+    """Heads are shared out so that no rank's part of the attention's output projection parts a group of
+    inputs: quantised weights come in groups of so many. Raises ConfigError naming the sizes that do that."""
+    if size > 1 and not _keeps_groups(spec, size, group):
+        *fitting, last = [str(n) for n in range(1, spec.q_heads + 1) if _keeps_groups(spec, n, group)]
+        sizes = f"{', '.join(fitting)} or {last}" if fitting else last
+        raise ConfigError(
+            f"--tensor-parallel-size {size} would part the groups of {group} inputs in which {what}: "
+            f"{spec.q_heads} heads on {spec.kv_heads} KV heads, of head_dim {spec.head_dim}, can be shared "
+            f"out among {sizes}",
+            param="tensor_parallel_size",
+        )
+
+
+def _keeps_groups(spec: DecoderSpec, size: int, group: int) -> bool:
+    try:
+        shards = [shard_of(spec, rank, size) for rank in range(size)]
+    except ConfigError:
+        return False
+    return all(shard.q_heads.start * spec.head_dim % group == 0 for shard in shards)
+
+
 def _cut(total: int, block: int, rank: int, size: int) -> range:
     """The rank's part of `total` in blocks, as even as it goes."""
     blocks = -(-total // block)

@@ -248,6 +248,7 @@ class WorkerLink:
         is full: that one is lost then, and with it the worker."""
         frame = messages.encode([message])
         outboxes = self._outboxes if isinstance(message, Step) else self._outboxes[:1]
+        # No harm if only some ranks get a step: the scheduler ends by Overloaded then, and with it they all.
         return all(outbox.send_frame(frame) for outbox in outboxes)
 
     def turn_to(self, index: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,12 +13,17 @@ from sapwood.srt.errors import ConfigError
 
 INSTALL = "pip install 'sapwood[cuda]'"
 
-_CPU_ONLY = {"quantization": ("w8", "w4", "gguf"), "attention_backend": ("cpu",)}
-_GPU_ONLY = {
+_CPU_ONLY: Mapping[str, Container[object]] = {
+    "quantization": ("w8", "w4", "gguf"),
+    "attention_backend": ("cpu",),
+    "cpu_isa": ("amx", "avx512", "avx2", "portable"),
+}
+_GPU_ONLY: Mapping[str, Container[object]] = {
     "dtype": ("bfloat16",),
     "quantization": ("fp8",),
     "kv_cache_dtype": ("bfloat16", "fp8_e4m3"),
     "attention_backend": ("flashinfer",),
+    "cuda_graph_max_bs": frozenset(range(1, 4097)),  # whatever is given
 }
 
 
@@ -57,6 +62,15 @@ def choose(config: Config, gpus: int | None = None) -> Choice:
     if config.attention_backend == "auto":
         return Choice(device, "flashinfer" if device == "cuda" else "cpu")
     return Choice(device, config.attention_backend)
+
+
+def why_cpu(config: Config) -> str:
+    """Why the CPU computes, for people: what was asked for, or what torch has and sees."""
+    if config.device == "cpu":
+        return "--device cpu"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return _no_gpu()
 
 
 def activations(config: Config, source: Mapping[str, Any]) -> torch.dtype:

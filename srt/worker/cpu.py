@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from sapwood.srt.models.parallel import Alone, Group
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.weights import Storage
 from sapwood.srt.worker.attention.kernels import OpByOp
+from sapwood.srt.worker.choice import why_cpu
 from sapwood.srt.worker.constraints import Constraints
 from sapwood.srt.worker.follower import Follower
 from sapwood.srt.worker.fused import FusedForward
@@ -27,6 +29,8 @@ from sapwood.srt.worker.grammars import Grammars, make_grammars
 from sapwood.srt.worker.kv_pool import KvPool, choose_dtype, choose_slots, slot_bytes
 from sapwood.srt.worker.runner import Runner
 from sapwood.srt.worker.token_pool import TokenPool
+
+_log = logging.getLogger("sapwood")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,10 @@ def load(config: Config, source: ModelSource, group: Group) -> Loaded:
     forward: Callable[[Batch], torch.Tensor] = (
         FusedForward(decoder, pool, slot_table) if fused else OpByOp(decoder, pool, slot_table, backend)
     )
+    if group.rank == 0 and config.device == "auto" and torch.version.cuda is not None:
+        _log.warning("no GPU is used: %s", why_cpu(config))
     facts = {
+        "device": f"cpu ({why_cpu(config)})",
         "weights": f"{weights.summary()}, {why_stored}",
         "kernels": f"{isa}, {threads} threads ({why_threads})",
         "kv pool": f"{num_slots} slots of {each} bytes ({kv_dtype}), {why}".replace("torch.", ""),
@@ -122,8 +129,9 @@ def _load(
         part = f" of rank {group.rank} of {group.size}" if group.size > 1 else ""
         kept = KeptWeights(cache_folder() / "weights", source.files, storage + part)
         why += ", mapped from the cache" if kept.is_found else ""
-    weights = open_weights(source, kept)
-    decoder = Decoder(spec_of(source.config), weights, CpuOps(storage), source.context_length, group)
+    weights = open_weights(source, kept, quiet=group.rank > 0)
+    ops = CpuOps(storage, source.vocab_size)
+    decoder = Decoder(spec_of(source.config), weights, ops, source.context_length, group)
     if kept is not None:
         kept.save()
     return decoder, weights, why, kept.nbytes if kept else 0

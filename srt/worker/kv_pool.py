@@ -68,13 +68,15 @@ def choose_slots(
     the machine's memory: each must have loaded its weights before any calls this. Raises ConfigError if what
     was asked for does not fit in the machine's free memory.
     """
-    free = max(free_memory() // config.tensor_parallel_size - mapped, 0)
+    ranks = config.tensor_parallel_size
+    free = max(free_memory() // ranks - mapped, 0)
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
     if config.max_total_tokens is not None:
         need = config.max_total_tokens * bytes_per_slot
         if need > free:
             raise ConfigError(
                 f"--max-total-tokens {config.max_total_tokens} needs {need / 2**20:.0f} MiB,"
-                f" {free / 2**20:.0f} MiB are free",
+                f" {free / 2**20:.0f} MiB are free{each}",
                 param="max_total_tokens",
             )
         return config.max_total_tokens, f"{need / 2**20:.0f} MiB, as asked for"
@@ -82,11 +84,11 @@ def choose_slots(
     fitting = int(free * share) // bytes_per_slot
     if fitting < 2:
         raise ConfigError(
-            f"{free / 2**20:.0f} MiB of memory are free; a share of {share}"
+            f"{free / 2**20:.0f} MiB of memory are free{each}; a share of {share}"
             f" (--mem-fraction-static) holds no two slots of {bytes_per_slot} bytes",
             param="mem_fraction_static",
         )
-    slots, why = fitting, f"{share:.0%} of {free / 2**20:.0f} MiB free"
+    slots, why = fitting, f"{share:.0%} of {free / 2**20:.0f} MiB free{each}"
     if config.mem_fraction_static is None and fitting >= CONTEXTS_BY_DEFAULT * context_length:
         slots = CONTEXTS_BY_DEFAULT * context_length
         why = f"{CONTEXTS_BY_DEFAULT} contexts of {context_length} tokens"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -15,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sapwood.srt.errors import SapwoodError
+from sapwood.srt.errors import ConfigError, RankLost
 from sapwood.srt.models.parallel import Group
 from sapwood.srt.orders import Boot
+from sapwood.srt.worker import listeners
 
 PATIENCE = datetime.timedelta(days=1)
 """When a rank is dead is the launcher's to say, not a timeout's: loading, or compiling, may take long."""
@@ -26,9 +29,14 @@ LOST_SECONDS = 5.0
 tells of the one that died, not of those that it took along."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
+_LOST = re.compile(
+    r"connection (closed|reset|refused)|socket closed|broken pipe|tim(ed |e)out|remote (process|error)", re.I
+)
+"""What gloo and NCCL say when another rank is gone. Gloo raises nothing more special than a RuntimeError."""
+_WHERE = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by.*$")
+"""Of gloo's messages what is not for our users."""
 
-class RankLost(SapwoodError):
-    """Another rank has ended, or does not do what this one does."""
+_log = logging.getLogger("sapwood")
 
 
 @contextmanager
@@ -47,8 +55,10 @@ class Ranks:
     on a CPU.
 
     They find each other by the file `meeting`, which must be in a folder of their user's alone, and be used
-    once: no port is open for that, and the connections are on the loopback interface. Only tensors are
-    exchanged: nothing is pickled. No two may be made in one process. Every method may raise RankLost.
+    once; ConfigError if they cannot. They connect over the loopback interface, and exchange only tensors:
+    nothing is pickled. Once all are connected gloo's listeners answer nobody, where the system can do that
+    (Linux); NCCL's stay open, as it connects anew when a buffer is first used. No two may be made in one
+    process. Every method may raise RankLost.
     """
 
     def __init__(self, rank: int, size: int, meeting: Path, device: torch.device) -> None:
@@ -56,17 +66,32 @@ class Ranks:
         self._device = device
         self._gpu = device.type == "cuda"
         self._room = torch.empty(0)
-        # Gloo raises nothing more special than a RuntimeError, which on a GPU may be anything.
-        self._together = _Together(dist.DistError if self._gpu else RuntimeError)
+        self._together = _Together()
         os.environ.update(dict.fromkeys(INTERFACES, _loopback()))
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # all connect now, or some would find the listeners shut
+        before = listeners.listening()
+        try:
+            self._meet(meeting)
+        except RuntimeError as e:
+            raise ConfigError(
+                f"the ranks cannot meet in {meeting.parent}: {_told(e)}; "
+                "set TMPDIR if that folder is at fault"
+            ) from None
+        if self._gpu:
+            return
+        self.smallest(0)
+        if not listeners.shut(but=before):
+            _log.debug("the ranks' listeners stay open to everybody on this machine")
+
+    def _meet(self, meeting: Path) -> None:
         with self._together:
             dist.init_process_group(
                 "nccl" if self._gpu else "gloo",
-                store=dist.FileStore(str(meeting), size),  # type: ignore[attr-defined]
-                rank=rank,
-                world_size=size,
+                store=dist.FileStore(str(meeting), self.size),  # type: ignore[attr-defined]
+                rank=self.rank,
+                world_size=self.size,
                 timeout=PATIENCE,
-                device_id=device if self._gpu else None,
+                device_id=self._device if self._gpu else None,
             )
 
     def sum(self, partial: Tensor) -> None:
@@ -116,10 +141,7 @@ class Ranks:
 
 
 class _Together:
-    """Errors of this kind come when another rank is gone: raises RankLost for them."""
-
-    def __init__(self, kind: type[RuntimeError]) -> None:
-        self._kind = kind
+    """What is done with all ranks: raises RankLost for an error that says that another one is gone."""
 
     def __enter__(self) -> None:
         pass
@@ -127,10 +149,23 @@ class _Together:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, self._kind):
-            raise RankLost(f"the ranks have lost each other: {str(error).splitlines()[0]}") from None
+        if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+            raise RankLost(f"the ranks have lost each other: {_told(error)}") from None
+
+
+def _told(error: RuntimeError) -> str:
+    """The message in one line, without what torch and gloo add for their own developers."""
+    text = str(error).partition("\nException raised from")[0]
+    return _WHERE.sub("", " ".join(text.split()))
 
 
 def _loopback() -> str:
     """The name of the interface that nobody outside this machine reaches."""
-    return next(name for _index, name in socket.if_nameindex() if name.startswith("lo"))
+    names = [name for _index, name in socket.if_nameindex()]
+    found = next((name for name in names if re.fullmatch(r"lo\d*", name)), None)
+    if found is None:
+        raise ConfigError(
+            f"the ranks of one model connect over the loopback interface, and there is none among {names}",
+            param="tensor_parallel_size",
+        )
+    return found

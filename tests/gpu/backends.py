@@ -11,7 +11,7 @@ import torch
 
 from sapwood.srt.worker.attention.flashinfer import WORKSPACE_BYTES, FlashInferAttention
 from sapwood.srt.worker.attention.gathered import GatheredAttention
-from tests.gpu import flashinfer_double
+from tests.gpu import flashinfer_double, wide_double
 from tests.gpu.steps import Platform, World, spec_of
 
 TYPES = {
@@ -29,7 +29,7 @@ PLATFORMS = [f"double {types}" for types in TYPES] + [f"gpu {types}" for types i
 def platform_of(name: str, package: bool = True) -> Platform:
     """One of PLATFORMS; skips where it is not. Without `package` FlashInfer need not be installed."""
     place, types = name.split()
-    module: ModuleType | None = flashinfer_double
+    module: ModuleType | None = wide_double if types == "float32" else flashinfer_double
     if place == "gpu":
         if not torch.cuda.is_available():
             pytest.skip("there is no GPU")
@@ -41,7 +41,7 @@ def platform_of(name: str, package: bool = True) -> Platform:
 
 def flashinfer_attention(world: World, flashinfer: Any = None, **options: Any) -> FlashInferAttention:
     platform = world.platform
-    size = WORKSPACE_BYTES if platform.device.type == "cuda" else 1 << 10
+    size = WORKSPACE_BYTES if platform.device.type == "cuda" else flashinfer_double.WORKSPACE
     workspace = torch.zeros(size, dtype=torch.uint8, device=platform.device)
     module = flashinfer or platform.flashinfer
     return FlashInferAttention(

@@ -7,6 +7,7 @@ use are refused. Calls are bound to the recorded signatures, so that one the pac
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from inspect import Parameter
@@ -19,6 +20,10 @@ from tests.gpu.signatures import RECORDED, bind
 
 GROUPS = (1, 2, 3, 4, 6, 8, 16)
 """Query heads a KV head for which decode without tensor cores has kernels."""
+HALVES = (torch.float16, torch.bfloat16)
+WORKSPACE = 1 << 20
+"""Bytes that the double wants for partial results. The real need is two tiles a multiprocessor, 17 MiB on an
+H100: see WORKSPACE_BYTES."""
 KNOWN = {
     "sm_scale", "window_left", "q_data_type", "kv_data_type", "non_blocking", "fixed_split_size",
     "disable_split_kv", "causal", "kv_layout", "use_cuda_graph", "use_tensor_cores", "backend", "out",
@@ -57,16 +62,20 @@ class _Plan:
     scale: float
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
+    number: int
 
 
 class _Paged:
     """Prefill and decode alike: decode is a prefill of one query a row."""
 
     name = ""
+    types: tuple[torch.dtype, ...] = HALVES
+    _plans = itertools.count(1)
 
     def __init__(self, workspace: Tensor, kv_layout: str, use_cuda_graph: bool) -> None:
-        if workspace.data_ptr() % 16:
-            raise ValueError("float_workspace_buffer must be 16-byte aligned")
+        self._take_floats(workspace)
+        # The real one's name, and a part of its 8 MiB.
+        self._int_workspace_buffer = torch.zeros(16, dtype=torch.uint8)
         if kv_layout not in ("NHD", "HND"):
             raise KeyError(f"Invalid kv_layout {kv_layout}")
         if kv_layout != "NHD":
@@ -81,6 +90,21 @@ class _Paged:
         ints = given["int_workspace_buffer"]
         if ints.dtype != torch.uint8 or ints.device != self.device or ints.numel() < 8 << 20:
             raise ValueError("the integer workspace is 8 MiB of uint8 on the device")
+        self._take_floats(given["float_workspace_buffer"])
+        self._int_workspace_buffer = ints
+
+    @staticmethod
+    def _take_floats(workspace: Tensor) -> None:
+        if workspace.data_ptr() % 16:
+            raise ValueError("float_workspace_buffer must be 16-byte aligned")
+        if workspace.nbytes < WORKSPACE:
+            raise RuntimeError("Failed to allocate memory for batch_prefill_tmp_v: buffer overflow")
+
+    @property
+    def _schedule(self) -> Tensor:
+        """Where a plan leaves its number, as the real one leaves its schedule: the next plan into the same
+        integer workspace overwrites it."""
+        return self._int_workspace_buffer[:8].view(torch.int64)
 
     def _plan(self, given: dict[str, Any], qo_indptr: Tensor, causal: bool, head_dim: int) -> None:
         host = _Buffers(
@@ -95,6 +119,8 @@ class _Paged:
             raise ValueError(f"num_qo_heads {q_heads} should be divisible by num_kv_heads {kv_heads}")
         q_dtype = _dtype(given["q_data_type"])
         kv_dtype = q_dtype if given["kv_data_type"] is None else _dtype(given["kv_data_type"])
+        if q_dtype not in self.types:
+            raise ValueError(f"there are no kernels for queries in {q_dtype}")
         if kv_dtype != q_dtype and kv_dtype.itemsize != 1:
             raise NotImplementedError(
                 f"K and V in {kv_dtype} under queries in {q_dtype}: kernels misread them"
@@ -111,7 +137,9 @@ class _Paged:
             1 / math.sqrt(head_dim) if scale is None else scale,
             q_dtype,
             kv_dtype,
+            next(self._plans),
         )
+        self._schedule.fill_(self.planned.number)
 
     def _check(self, host: _Buffers) -> None:
         for name, tensor in vars(host).items():
@@ -120,6 +148,8 @@ class _Paged:
                     f"{name} should be int32 of one dimension, not {tensor.dtype} {tensor.shape}"
                 )
         rows = len(host.last_page_len)
+        if not rows:
+            raise ValueError("a plan of no rows")
         if len(host.indptr) != rows + 1 or len(host.qo_indptr) != rows + 1:
             raise ValueError(f"indptrs of {rows} rows should have {rows + 1} entries")
         for indptr in (host.indptr, host.qo_indptr):
@@ -162,6 +192,8 @@ class _Paged:
         plan = self.planned
         if plan is None:
             raise AttributeError("run before plan")
+        if int(self._schedule) != plan.number:
+            raise RuntimeError("the integer workspace has another plan's schedule")
         q, (k_cache, v_cache) = given["q"], given["paged_kv_cache"]
         q_heads, kv_heads, d = plan.heads
         if q.dtype != plan.q_dtype:
@@ -194,6 +226,8 @@ class _Paged:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         elif out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
             raise ValueError(f"out should be {q.shape} of {q.dtype}, not {out.shape} of {out.dtype}")
+        elif not out.is_contiguous():
+            raise ValueError("out is written as if it were contiguous")
         for row in range(len(plan.buffers.last_page_len)):
             _attend(row, plan, q, k_cache, v_cache, out, lse)
         return (out, lse) if given["return_lse"] else out
@@ -294,15 +328,14 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
 
 class MultiLevelCascadeAttentionWrapper:
     name = "MultiLevelCascadeAttentionWrapper"
+    level = BatchPrefillWithPagedKVCacheWrapper
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _bind(f"{self.name}.__init__", *args, **kwargs)
         if given["use_cuda_graph"]:
             raise NotImplementedError("the double captures decodes only")
         workspace, layout = given["float_workspace_buffer"], given["kv_layout"]
-        self.levels = [
-            BatchPrefillWithPagedKVCacheWrapper(workspace, layout) for _ in range(given["num_levels"])
-        ]
+        self.levels = [self.level(workspace, layout) for _ in range(given["num_levels"])]
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         given = _bind(f"{self.name}.plan", *args, **kwargs)
@@ -322,7 +355,7 @@ class MultiLevelCascadeAttentionWrapper:
             other, other_lse = level.run(q, kv, return_lse=True)
             if not other_lse.isfinite().all():
                 raise ValueError("a group without K and V")
-            out, lse = merged(out, lse, other, other_lse)
+            merge_in(self.level.types, out, lse, other, other_lse)
         return out
 
 
@@ -343,7 +376,23 @@ def merge_state_in_place(
     v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
 ) -> None:
     """v [n, heads, d] and s [n, heads], the base-2 logarithm of its sum, become those of both together."""
-    assert s.dtype == s_other.dtype == torch.float32
+    assert mask is None
+    merge_in(HALVES, v, s, v_other, s_other)
+
+
+def merge_in(types: tuple[torch.dtype, ...], v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor) -> None:
+    """The same of values of one of `types`."""
+    for values, sums in ((v, s), (v_other, s_other)):
+        if not values.is_contiguous() or not sums.is_contiguous():
+            raise ValueError("what is merged is contiguous")
+        if values.dtype not in types or sums.dtype != torch.float32:
+            raise ValueError(f"states of {values.dtype} and {sums.dtype}")
+        if values.shape != v.shape or sums.shape != v.shape[:2] or values.dtype != v.dtype:
+            raise ValueError("states of the same queries, heads and type")
+    heads, d = v.shape[1:]
+    # Every thread has 16 bytes, or a 32nd of the head.
+    if heads * (d // max(16 // min(v.element_size(), 2), d // 32)) > 1024:
+        raise RuntimeError("MergeStateInPlace kernel launch failed: invalid configuration argument")
     out, lse = merged(v, s, v_other, s_other)
     v.copy_(out)
     s.copy_(lse)

@@ -6,6 +6,8 @@ argument, whatever a weight's or a pool's own type is: here a wrong type is refu
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -151,8 +153,8 @@ def _norm(x: Tensor, weight: Tensor, more: float, eps: float, out: Tensor | None
     assert x.shape == out.shape
     assert len(x) > 0
     assert weight.shape == (x.shape[-1],)
-    _aligned(x)
-    _aligned(out)
+    _normable(x, out)
+    _begins(weight, 16)
     wide = x.float()
     root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     out.copy_(wide * root * (weight.float() + more))
@@ -165,6 +167,8 @@ def _fused(x: Tensor, residual: Tensor, weight: Tensor, more: float, eps: float)
     assert x.dtype is residual.dtype is weight.dtype
     assert x.dtype in HALVES
     assert len(x) > 0
+    _normable(x, residual)
+    _begins(weight, 16)
     total = x.float() + residual.float()
     residual.copy_(total)
     root = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
@@ -185,6 +189,20 @@ def _gated(x: Tensor, out: Tensor | None, activation: object) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     out.copy_(activation(gate) * up)
     return out
+
+
+def _normable(*rows: Tensor) -> None:
+    """What the CuTe kernels were compiled for: rows without gaps begin as their length divides, up to 128
+    bytes, all others at 16."""
+    for x in rows:
+        _aligned(x)
+        dense = x.dim() == 2 and all(other.is_contiguous() for other in rows)
+        _begins(x, math.gcd(128, x.shape[-1] * x.element_size()) if dense else 16)
+
+
+def _begins(x: Tensor, alignment: int) -> None:
+    """In its storage, which on a GPU begins at a multiple of 512 bytes."""
+    assert x.storage_offset() * x.element_size() % alignment == 0
 
 
 def _aligned(x: Tensor) -> None:

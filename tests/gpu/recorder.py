@@ -21,6 +21,8 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self._module, name)
+        if not isinstance(real, type):
+            return real
 
         def make(*args: Any, **kwargs: Any) -> _Recorded:
             self.made.append((name, bind(f"{name}.__init__", *args, **kwargs)))

@@ -40,7 +40,8 @@ def spec_of(
 ) -> DecoderSpec:
     return DecoderSpec(
         hidden=8, layers=len(windows), q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=8,
-        vocab=8, rms_eps=1e-6, rope=Rope(), rotary=head_dim, tied=True, windows=windows, query_scalar=query_scalar,
+        vocab=8, rms_eps=1e-6, rope=Rope(), rotary=head_dim, tied=True, windows=windows,
+        query_scalar=query_scalar,
     )  # fmt: skip
 
 

@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.flashinfer_double import (
+from tests.gpu import flashinfer_double as strict
+from tests.gpu.flashinfer_double import merge_state_in_place, merged
+from tests.gpu.wide_double import (
     BatchDecodeWithPagedKVCacheWrapper as Decode,
     BatchPrefillWithPagedKVCacheWrapper as Prefill,
     MultiLevelCascadeAttentionWrapper as Cascade,
-    merged,
 )
 
 D = 16
-WORKSPACE = torch.zeros(1024, dtype=torch.uint8)
+WORKSPACE = torch.zeros(strict.WORKSPACE, dtype=torch.uint8)
+INTS = torch.zeros(8 << 20, dtype=torch.uint8)
 RANDOM = torch.Generator().manual_seed(0)
 Q, K, V = (torch.randn(12, heads, D, generator=RANDOM) for heads in (4, 2, 2))
 
@@ -137,6 +139,31 @@ def test_a_graphs_plan_goes_into_its_buffers() -> None:
     assert not torch.equal(wrapper.run(Q[:2], paged(1)), before)
 
 
+def test_a_plan_overwrites_another_one_in_the_same_integers() -> None:
+    one, other = decode(**fixed()), decode(**fixed())
+    for wrapper in (one, other):
+        wrapper.reset_workspace_buffer(WORKSPACE, INTS)
+        plan_decode(wrapper)
+    other.run(Q[:2], paged(1))
+    with pytest.raises(RuntimeError, match="another plan"):
+        one.run(Q[:2], paged(1))
+    plan_decode(one)
+    one.run(Q[:2], paged(1))
+
+
+def state(
+    n: int = 2, heads: int = 4, d: int = 64, kind: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor]:
+    return torch.zeros(n, heads, d, dtype=kind), torch.zeros(n, heads)
+
+
+@pytest.mark.parametrize(("heads", "d"), [(128, 64), (64, 128), (32, 256)])
+def test_as_many_heads_are_merged_as_a_block_has_threads_for(heads: int, d: int) -> None:
+    merge_state_in_place(*state(heads=heads, d=d), *state(heads=heads, d=d))
+    with pytest.raises(RuntimeError, match="launch failed"):
+        merge_state_in_place(*state(heads=heads + 1, d=d), *state(heads=heads + 1, d=d))
+
+
 REFUSED: dict[str, tuple[Any, Any]] = {
     "run before plan": (lambda: Decode(WORKSPACE).run(Q[:2], paged(1)), AttributeError),
     "an unknown keyword": (lambda: plan_decode(Decode(WORKSPACE), windows=3), TypeError),
@@ -175,6 +202,23 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     ),
     "a page that does not exist": (
         lambda: decode(4).run(Q[:4], tuple(part[:9] for part in paged(1))), IndexError,
+    ),
+    "queries in float32": (
+        lambda: plan_decode(strict.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)), ValueError,
+    ),
+    "out with gaps": (
+        lambda: decode().run(Q[:2], paged(1), out=torch.empty(2, 8, D)[:, ::2]), ValueError,
+    ),
+    "a plan of no rows": (lambda: plan_decode(Decode(WORKSPACE), 0), ValueError),
+    "a small workspace": (lambda: Decode(WORKSPACE[: 1 << 19]), RuntimeError),
+    "merging float32": (
+        lambda: merge_state_in_place(*state(kind=torch.float32), *state(kind=torch.float32)), ValueError,
+    ),
+    "merging what has gaps": (
+        lambda: merge_state_in_place(state(heads=8)[0][:, ::2], state()[1], *state()), ValueError,
+    ),
+    "merging sums in 16 bits": (
+        lambda: merge_state_in_place(state()[0], state()[1].half(), *state()), ValueError,
     ),
     "deterministic where the backend is not": (lambda: prefill(disable_split_kv=True), NotImplementedError),
 }  # fmt: skip

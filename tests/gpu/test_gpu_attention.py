@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sapwood.srt.errors import ConfigError
+from sapwood.srt.worker.attention import gathered
 from sapwood.srt.worker.attention.flashinfer import require_supported
 from sapwood.srt.worker.attention.gathered import GatheredAttention
 from tests.gpu.backends import Backend
@@ -28,6 +31,13 @@ STEPS = {"decodes": DECODES, "chunks": CHUNKS, "drafts": DRAFTS, "mixed": MIXED}
 @pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
 def test_a_step_is_as_the_reference(backend: Backend, step: Step, heads: tuple[int, int]) -> None:
     world = backend.world(*heads)
+    assert world.differs(backend.attention(world), step) < backend.tolerance
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("step", [DECODES, MIXED], ids=["decodes", "mixed"])
+def test_heads_of_another_size(backend: Backend, step: Step, head_dim: int) -> None:
+    world = backend.world(8, 2, head_dim=head_dim)
     assert world.differs(backend.attention(world), step) < backend.tolerance
 
 
@@ -113,7 +123,12 @@ HALF, OTHER, FP8, WHOLE = torch.float16, torch.bfloat16, torch.float8_e4m3fn, to
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "kv_dtype", "param"),
-    [(96, HALF, HALF, "attention_backend"), (64, WHOLE, WHOLE, "dtype"), (64, HALF, OTHER, "kv_cache_dtype")],
+    [
+        (96, HALF, HALF, "attention_backend"),
+        (512, HALF, HALF, "attention_backend"),
+        (64, WHOLE, WHOLE, "dtype"),
+        (64, HALF, OTHER, "kv_cache_dtype"),
+    ],
 )
 def test_what_flashinfer_has_no_kernels_for_is_refused(
     head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, param: str
@@ -132,3 +147,31 @@ def test_gathered_attention_is_not_captured() -> None:
     with pytest.raises(ConfigError, match="disable-cuda-graph"):
         GatheredAttention(world.spec, world, torch.device("cuda")).for_graph(4, 100)
     assert world.differs(backend.attention(world).for_graph(5, 1000), DECODES) < backend.tolerance
+
+
+@pytest.mark.parametrize("limit", [1, 40_000, 450_000, 1 << 30])
+@pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
+def test_what_is_gathered_at_a_time_is_bounded(
+    step: Step, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `limit`, unless one row or one query alone needs more."""
+    backend = Backend("gathered", "double float32")
+    world = backend.world(6, 2, windows=(0, 16))
+    real, groups = gathered.scaled_dot_product_attention, 0
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        nonlocal groups
+        groups += 1
+        decodes = step is DECODES
+        needed = k.nbytes + v.nbytes if decodes else q.shape[1] * q.shape[2] * k.shape[2] * 4
+        assert needed <= limit or len(q) == q.shape[2 if not decodes else 0] == 1
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(gathered, "scaled_dot_product_attention", watched)
+    attention = GatheredAttention(world.spec, world, backend.platform.device, limit)
+    assert world.differs(attention, step) < backend.tolerance
+    layers, everything = 2, 1 if step is DECODES else len(step.rows)
+    if limit in (1, 1 << 30):
+        assert (groups > layers * everything) is (limit == 1)
+    if step is DECODES and limit == 450_000:
+        assert groups == layers * 3, "219 positions: rows of 1, 65 and 64, of 201, and of 18"

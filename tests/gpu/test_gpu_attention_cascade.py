@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from sapwood.srt.worker.attention.cascade import Cascade, cascade_of
-from sapwood.srt.worker.attention.flashinfer import FlashInferAttention
+from sapwood.srt.worker.attention.cascade import Cascade, cascade_of, spared_of
+from sapwood.srt.worker.attention.flashinfer import CASCADE_BYTES, FlashInferAttention
+from sapwood.srt.worker.attention.paged import Paged, indptr_of
+from tests.gpu import flashinfer_double
 from tests.gpu.backends import flashinfer_attention, platform_of
 from tests.gpu.recorder import Recorder
 from tests.gpu.steps import Platform, Step, World, spec_of
@@ -60,6 +64,7 @@ def make(platform: Platform) -> Make:
         world.share(shared)
         recorder = Recorder(platform.flashinfer)
         options.setdefault("cascade_bytes", 1)
+        options.setdefault("uncaptured_bytes", 0)
         return world, flashinfer_attention(world, recorder, **options), recorder
 
     return made
@@ -142,6 +147,49 @@ def test_a_cascade_must_spare_enough_bytes(make: Make) -> None:
         assert len(recorder.planned("MultiLevel")) == enough
 
 
+@pytest.mark.parametrize("windows", [(0,), (0, 16, 16)], ids=["full layers", "one full layer of three"])
+def test_a_step_that_a_graph_could_take_must_spare_more(make: Make, windows: tuple[int, ...]) -> None:
+    shared = [(0, 128, [0, 1, 2])]
+    step = shared_step([130, 140, 150], [1, 1, 1], shared)
+    itemsize = make()[0].k[0].element_size()
+    spared = 2 * 128 * 2 * 2 * 128 * itemsize  # in a layer without a window
+    mean = spared // len(windows)
+    for enough, limit in ((True, mean), (False, mean + 1)):
+        world, attention, recorder = make(shared=shared, windows=windows, uncaptured_bytes=limit)
+        assert attention.shares(world.paged(step)) is enough
+        assert check(world, attention, step)
+        assert len(recorder.planned("MultiLevel")) == 1, "without a graph it is worth it"
+
+
+@pytest.mark.parametrize(("rows", "enough"), [(9, False), (64, True)])
+def test_a_system_prompt_of_few_rows_is_not_worth_a_graph(rows: int, enough: bool) -> None:
+    """2048 tokens, in 32 layers of 8 KV heads of 128 channels in 16 bits."""
+    spec = spec_of(32, 8, windows=(0,) * 32)
+    k = torch.empty(1, 8, 128, dtype=torch.bfloat16)
+    pool = SimpleNamespace(k=[k] * 32, v=[k] * 32)
+    attention = FlashInferAttention(
+        flashinfer_double, spec, pool, torch.bfloat16, k.device, torch.zeros(1, dtype=torch.uint8)
+    )
+    starts, counts = np.full(rows, 2100, np.int32), np.ones(rows, np.int32)
+    indptr = indptr_of(starts + counts)
+    indices = torch.zeros(int(indptr[-1]), dtype=torch.int32)
+    shared = np.array([0, 2048, rows, *range(rows)], np.int32)
+    paged = Paged(starts, counts, indptr_of(counts), indptr, torch.ones(rows).int(), indices, shared)
+    assert attention.shares(paged) is enough
+    assert cascade_of(paged, CASCADE_BYTES // 4096, 4) is not None, "without a graph it is"
+
+
+@pytest.mark.parametrize(("q_heads", "enough"), [(64, True), (66, False)])
+def test_more_heads_than_one_block_can_merge_have_no_cascade(make: Make, q_heads: int, enough: bool) -> None:
+    shared = [(0, 128, [0, 1])]
+    step = shared_step([130, 140], [1, 2], shared)
+    world, attention, recorder = make((q_heads, 2), shared=shared)
+    assert attention.shares(world.paged(step)) is enough
+    attention.warm_up()
+    assert check(world, attention, step)
+    assert len(recorder.planned("MultiLevel")) == enough
+
+
 def test_deterministic_has_no_cascade(make: Make) -> None:
     shared = [(0, 128, [0, 1, 2])]
     step = shared_step([130, 140, 150], [1, 1, 1], shared)
@@ -151,9 +199,9 @@ def test_deterministic_has_no_cascade(make: Make) -> None:
     assert not recorder.planned("MultiLevel")
 
 
-def built(step: Step, worth: int) -> Cascade | None:
+def built(step: Step, worth: int, group: int = 1) -> Cascade | None:
     world = World(spec_of(2, 2), platform_of("double float32"))
-    return cascade_of(world.paged(step), worth)
+    return cascade_of(world.paged(step), worth, group)
 
 
 def test_of_many_levels_those_remain_that_spare_most() -> None:
@@ -176,6 +224,21 @@ def test_what_a_level_does_not_share_any_more_the_next_one_reads() -> None:
     # The first level spares 192 reads only, as it is short. Two groups read it then, and spare 512.
     assert [level.kv_indptr.diff().tolist() for level in cascade.levels] == [[256, 256], [45] * 4]
     assert built(step, worth=513) is None
+
+
+def test_a_groups_queries_are_read_for_tile_by_tile() -> None:
+    """Of 4 query heads a KV head, 64 rows are 256 queries. Alone these are two tiles of 128; among 40 rows of
+    which each is a group of its own the mean is small, and they are 16 tiles of 16."""
+    together = [(0, 64, [*range(104)]), (64, 128, [*range(64)])]
+    assert spared(128, together[:1], rows=104) == 64 * (104 - 4)
+    assert spared(128, [(0, 64, [*range(64)])], rows=64) == 64 * (64 - 2)
+    assert spared(192, together, rows=104) == 64 * (104 - 4) + 64 * (64 - 16)
+
+
+def spared(start: int, shared: Shared, rows: int) -> int:
+    world = World(spec_of(2, 2), platform_of("double float32"), rows=rows, room=start + 1)
+    step = shared_step([start] * rows, [1] * rows, shared)
+    return spared_of(world.paged(step), worth=1, group=4)
 
 
 def test_tokens_in_order_are_not_gathered() -> None:

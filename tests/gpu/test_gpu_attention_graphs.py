@@ -76,6 +76,19 @@ def test_a_captured_decode_reads_what_was_planned_last(platform: Platform) -> No
         assert max(world.error(out[layer], full, qkv, layer) for layer in range(3)) < platform.tolerance
 
 
+def test_the_sizes_of_a_lane_have_one_room_for_schedules_a_window(platform: Platform) -> None:
+    """8 MiB each: a server has tens of sizes."""
+    recorder = Recorder(platform.flashinfer)
+    attention = flashinfer_attention(world_of(platform), recorder)
+    decodes = [attention.for_graph(rows, 2000) for rows in (4, 2)]
+    rooms = [
+        [part.wrapper._int_workspace_buffer.data_ptr() for (part,) in decode._parts.values()]
+        for decode in decodes
+    ]
+    assert rooms[0] == rooms[1]
+    assert len(set(rooms[0])) == 2, "layers without a window, and of 16"
+
+
 def test_another_number_of_rows_is_refused(platform: Platform) -> None:
     world = world_of(platform)
     decode = flashinfer_attention(world).for_graph(4, 2000)

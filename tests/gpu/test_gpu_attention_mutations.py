@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sapwood.srt.worker.attention.paged import Paged, indptr_of
-from tests.gpu import flashinfer_double
+from tests.gpu import flashinfer_double, wide_double
 from tests.gpu.backends import flashinfer_attention, platform_of
 from tests.gpu.steps import Platform, Step, World, spec_of
 
@@ -57,7 +57,7 @@ def difference(platform: Platform, step: Step, flashinfer: Any = None, paged: An
 def mutant(wrapper: str, **changes: Callable[[Any], Any]) -> Any:
     """The double with one wrapper whose plans get other arguments: `changes` by their names."""
 
-    class Mutant(getattr(flashinfer_double, wrapper)):  # type: ignore[misc]
+    class Mutant(getattr(wide_double, wrapper)):  # type: ignore[misc]
         def plan(self, *args: Any, **kwargs: Any) -> None:
             method = "_plan_impl" if "Decode" in wrapper else "plan"
             given = flashinfer_double.bind(f"{wrapper}.{method}", *args, **kwargs)
@@ -66,7 +66,7 @@ def mutant(wrapper: str, **changes: Callable[[Any], Any]) -> Any:
 
     class Module:
         def __getattr__(self, name: str) -> Any:
-            return Mutant if name == wrapper else getattr(flashinfer_double, name)
+            return Mutant if name == wrapper else getattr(wide_double, name)
 
     return Module()
 

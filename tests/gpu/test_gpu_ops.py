@@ -75,6 +75,19 @@ def test_the_double_has_the_arguments_of_flashinfer() -> None:
         assert list(inspect.signature(getattr(ops_double, name)).parameters) == arguments
 
 
+def test_the_double_wants_rows_where_the_norm_kernels_do() -> None:
+    """Dense rows of 128 bytes begin at a multiple of 128, though 16 do for others."""
+    room, weight = torch.zeros(4 * 64 + 8, dtype=torch.float16), torch.zeros(64 + 4, dtype=torch.float16)
+    fits, shifted = room[:256].view(4, 64), room[8:].view(4, 64)
+    ops_double.rmsnorm(fits, weight[:64], EPS, out=fits)
+    ops_double.rmsnorm(room[8:].view(4, 64)[::2], weight[:64], EPS, out=fits[::2])
+    for rows, scale in ((shifted, weight[:64]), (fits, weight[4:])):
+        with pytest.raises(AssertionError):
+            ops_double.rmsnorm(rows, scale, EPS, out=rows)
+        with pytest.raises(AssertionError):
+            ops_double.fused_add_rmsnorm(rows, fits.clone(), scale, EPS)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed")
 def test_the_installed_flashinfer_has_these_arguments() -> None:
     flashinfer = importlib.import_module("flashinfer")

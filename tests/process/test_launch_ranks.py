@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from tests.process.launching import Serving, eventually
 
 RESTART = {"scheduler": "role_scheduler"}
@@ -90,6 +92,21 @@ def test_a_silent_rank_is_replaced_with_the_others(launch: Launch) -> None:
     assert serving.prints("worker rank 1 was killed: no heartbeat for 2 s")
     assert serving.prints("worker 1 is ready")
     assert not set(before) & set(ranks(serving))
+
+
+def test_the_rank_that_died_is_named_not_the_one_that_lost_it(launch: Launch) -> None:
+    """Even if the launcher sees both only when they have ended."""
+    serving = launch({"worker": "role_lost"}, config={**TWO, "heartbeat_timeout": 30.0}).ready()
+    client = serving.connect()
+    client.line()
+    dying = [psutil.Process(pid) for pid in ranks(serving)]
+    serving.process.send_signal(signal.SIGSTOP)
+    assert eventually(lambda: all(p.status() == psutil.STATUS_ZOMBIE for p in dying))
+    serving.process.send_signal(signal.SIGCONT)
+    assert client.line() == {"told": "Died", "message": died("worker rank 1")}
+    client.close()
+    assert serving.exit_code() == 1
+    assert serving.nothing_left()
 
 
 def test_a_rank_that_cannot_start_is_the_end(launch: Launch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import pytest
 import sapwood
 from bench import exactness
 from sapwood.srt.errors import ConfigError
+from sapwood.srt.worker import ranks as ranks_module
 from tests.models import tiny_llama
 from tests.process.test_restart_worker import Streams, answer, ids, settled, wait_for
 from tests.serving import Server, command, serve
@@ -30,13 +32,23 @@ THREE_HEADS = {
 """Shared unevenly by two: one KV head and two."""
 
 TOGETHER = """
-import os, sys, time, threading
+import os, socket, sys, time, threading
 from pathlib import Path
 import psutil, torch
-from sapwood.srt.worker.ranks import RankLost, Ranks
+from sapwood.srt.errors import RankLost
+from sapwood.srt.worker.ranks import Ranks
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
+mine = socket.create_server(("127.0.0.1", 0))
 group = Ranks(rank, size, Path(sys.argv[3]), torch.device("cpu"))
+for connection in psutil.Process().net_connections("inet"):
+    if connection.status == "LISTEN":
+        try:
+            socket.create_connection(connection.laddr, timeout=0.3).close()
+            print("answers", connection.laddr == mine.getsockname(), flush=True)
+        except TimeoutError:
+            print("silent", flush=True)
+mine.close()
 for m in (1, 300, 2):
     parts = [torch.randn(m, 70, generator=torch.Generator().manual_seed(100 * m + r)) for r in range(size)]
     wanted = parts[0].clone()
@@ -66,6 +78,12 @@ if rank == 1:
     time.sleep(1)
     os._exit(0)
 try:
+    group.broadcast(torch.zeros(1, 70).to_sparse())
+except RankLost:
+    print("an error of our own is no lost rank", flush=True)
+except RuntimeError:
+    pass
+try:
     group.sum(torch.zeros(1, 70))
 except RankLost as e:
     print("lost:", e.message, "heartbeats:", len(beats) > 50, flush=True)
@@ -75,8 +93,9 @@ os._exit(0)
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_ranks_tell_each_other(tmp_path: Path, size: int) -> None:
-    """Sums in rank order to the bit, columns of uneven widths, rank 0's values; no socket that others reach;
-    other threads run on while one rank waits; a dead rank is told at once."""
+    """Sums in rank order to the bit, columns of uneven widths, rank 0's values; no socket that others reach,
+    and no answer to strangers of this machine; other threads run on while one rank waits; a dead rank is told
+    at once, and nothing else is taken for one."""
     argv = [sys.executable, "-W", "error", "-c", TOGETHER]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "nonsense"}
     began = time.monotonic()
@@ -93,13 +112,64 @@ def test_what_ranks_tell_each_other(tmp_path: Path, size: int) -> None:
         sockets = [line.split()[1] for line in output.splitlines() if line.startswith("socket")]
         assert sockets, output
         assert all(ipaddress.ip_address(address).is_loopback for address in sockets), output
-        others = [line for line in output.splitlines() if not line.startswith("socket")]
+        doors = [line for line in output.splitlines() if line.startswith(("answers", "silent"))]
+        assert sorted(doors) == ["answers True", "silent"], output
+        others = [
+            line for line in output.splitlines() if not line.startswith(("socket", "answers", "silent"))
+        ]
         if rank == 1:
             assert others == []
         else:
             (line,) = others
-            assert line.startswith("lost: the ranks have lost each other: ")
+            assert line.startswith(
+                "lost: the ranks have lost each other: Connection closed by peer [127.0.0.1]:"
+            )
+            assert "/" not in line
+            assert "GLHF" not in line
             assert line.endswith("heartbeats: True")
+
+
+MEETING = """
+import sys, time
+from pathlib import Path
+import torch
+from sapwood.srt.orders import Boot
+from sapwood.srt.worker import ranks
+from sapwood.srt.config import make
+
+boot = Boot(make(tensor_parallel_size=2), None, sys.argv[1], "worker", 0, 0)
+began = time.monotonic()
+try:
+    with ranks.joined(boot, torch.device("cpu")):
+        pass
+except ranks.ConfigError as e:
+    print(time.monotonic() - began < ranks.LOST_SECONDS, e.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("transport", "said"),
+    [("", "No space left on device"), ("PIGEONS", "unsupported gloo device")],
+    ids=["disk", "transport"],
+)
+def test_ranks_that_cannot_meet_say_where_at_once(tmp_path: Path, transport: str, said: str) -> None:
+    """A full disk, or a wish that gloo cannot fulfil, is no lost rank."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if transport:
+        env["GLOO_DEVICE_TRANSPORT"] = transport
+    else:
+        (tmp_path / "ranks-0").symlink_to("/dev/full")
+    argv = [sys.executable, "-W", "error", "-c", MEETING, str(tmp_path)]
+    ran = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60, check=False)
+    assert ran.stdout.startswith(f"True the ranks cannot meet in {tmp_path}: "), ran.stdout + ran.stderr
+    assert said in ran.stdout
+    assert "; set TMPDIR if" in ran.stdout
+
+
+def test_a_machine_without_a_loopback_interface_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lowpan0"), (2, "eth0")])
+    with pytest.raises(ConfigError, match=r"loopback interface, and there is none among .*eth0"):
+        ranks_module._loopback()
 
 
 @pytest.fixture(scope="module")

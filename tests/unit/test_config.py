@@ -140,6 +140,28 @@ def test_two_storages_at_once_are_refused() -> None:
     assert parse("--quantization", "none", "--dtype", "float16").dtype == "float16"
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "--cuda-graph-max-bs 8 --disable-cuda-graph",
+            "--cuda-graph-max-bs 8 and --disable-cuda-graph contr",
+        ),
+        (
+            "--attention-backend reference --cuda-graph-max-bs 8",
+            "--cuda-graph-max-bs 8 and --attention-backend reference do not go together",
+        ),
+        (
+            "--attention-backend reference --deterministic",
+            "--deterministic and --attention-backend reference do not go together",
+        ),
+    ],
+)
+def test_flags_that_cannot_both_be_had_are_refused(line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(*line.split())
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_none_is_refused(number: float) -> None:
     with pytest.raises(ConfigError):

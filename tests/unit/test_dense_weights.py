@@ -24,11 +24,13 @@ from sapwood.kernels.ops.dense import (
 )
 from sapwood.srt.errors import ConfigError, ModelError
 from sapwood.srt.loader.weights import open_weights
+from sapwood.srt.models import device_ops
 from sapwood.srt.models.decoder import Decoder
 from sapwood.srt.models.device_ops import DeviceOps
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.spec import EMBEDDING, HEAD
 from sapwood.srt.models.weights import Part, WeightSource
+from tests.gpu import ops_double
 from tests.models import source_of, tiny_llama
 
 CPU = torch.device("cpu")
@@ -135,6 +137,54 @@ def test_products_are_summed_in_float32_and_rounded_once(kind: torch.dtype) -> N
 
 def test_a_device_that_cannot_widen_is_found_out() -> None:
     assert not widens(CPU, torch.bfloat16), "torch has no such product on a CPU"
+
+
+def test_a_device_without_room_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, product = torch.device("cpu", 0), torch.mm
+
+    def full(*args: Any, **kwargs: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "mm", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        widens(device, torch.float16)
+
+    def wide(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        return product(a.to(out_dtype), b.to(out_dtype), out=out)
+
+    monkeypatch.setattr(torch, "mm", wide)
+    assert widens(device, torch.float16)
+    widens.cache_clear()
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, *capability: int) -> torch.device:
+    """One of this compute capability, as far as operations ask when they are made."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(device_ops, "widens", lambda _device, _dtype: True)
+    return torch.device("cuda")
+
+
+def test_bfloat16_is_refused_where_a_gpu_does_not_compute_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = gpu(monkeypatch, 7, 5)
+    with pytest.raises(ConfigError, match=r"capability 8\.0.*is 7\.5: use --dtype float16") as error:
+        DeviceOps(device, torch.bfloat16)
+    assert error.value.param == "dtype"
+    DeviceOps(device, torch.float16)
+    DeviceOps(gpu(monkeypatch, 8, 0), torch.bfloat16)
+
+
+def test_8_bit_weights_are_refused_where_a_gpu_has_no_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"capability 8\.9 or higher; this one's is 8\.0") as error:
+        DeviceOps(gpu(monkeypatch, 8, 0), torch.bfloat16, quantization="fp8")
+    assert error.value.param == "quantization"
+
+
+def test_a_bias_has_no_copy_as_a_norm_has() -> None:
+    ops = DeviceOps(CPU, torch.bfloat16, ops_double)
+    assert torch.equal(ops.bias(torch.ones(8)), torch.ones(8))
+    assert not ops._norms
+    ops.vector(torch.ones(8))
+    assert len(ops._norms) == 1
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])

@@ -98,7 +98,8 @@ def test_a_flag_that_works_sets_its_field(entry: Entry) -> None:
         assert values_of([entry.flag]) == expected
         assert values_of(["--no-" + entry.flag[2:]]) == {entry.target: not value}
     if not entry.name.startswith("-"):
-        assert translate(keywords(entry, {"true": True, "false": False}.get(text, value))) == expected
+        given = text if isinstance(value, bool) else value
+        assert translate(keywords(entry, {"true": True, "false": False}.get(text, given))) == expected
     assert getattr(config.make(**expected), entry.target) == value
 
 
@@ -193,6 +194,12 @@ def test_the_page_is_what_the_table_makes() -> None:
         ("--quantization None --served-model-name a", {"served_model_name": "a"}),
         ("--quantization gguf --load-format gguf", {"quantization": "gguf", "load_format": "gguf"}),
         ("-q w8", {"quantization": "w8"}),
+        ("--decode-attention-backend flashinfer --prefill-attention-backend flashinfer",
+         {"attention_backend": "flashinfer"}),
+        ("--disable-decode-cuda-graph --cuda-graph-backend-decode disabled --max-cudagraph-capture-size 0",
+         {"disable_cuda_graph": True}),
+        ("--cuda-graph-backend-decode full", {"disable_cuda_graph": False, "device": "cuda"}),
+        ("--max-cudagraph-capture-size 16", {"cuda_graph_max_bs": 16}),
         ("--chunked-prefill-size 512 --max-prefill-tokens 512", {"chunked_prefill_size": 512}),
         ("--json-model-override-args {} --compilation-config 0 --swa-full-tokens-ratio 1.0", {}),
     ],
@@ -211,6 +218,15 @@ def test_launch_lines_of_others(line: str, expected: dict[str, Any]) -> None:
             ("--enable-prefix-caching", "--disable-radix-cache"),
         ),
         ("--max-num-seqs 4 --max-num-seqs 5", ("--max-num-seqs 4", "--max-num-seqs 5")),
+        (
+            "--attention-backend cpu --decode-attention-backend flashinfer",
+            ("--attention-backend cpu", "--decode-attention-backend flashinfer"),
+        ),
+        (
+            "--cuda-graph-backend-decode full --enforce-eager",
+            ("--cuda-graph-backend-decode full", "--enforce-eager"),
+        ),
+        ("--cuda-graph-backend-decode full --device cpu", ("--cuda-graph-backend-decode", "--device cpu")),
         ("--port 1 --port 2", ("--port 1", "--port 2")),
         ("--enable-chunked-prefill --chunked-prefill-size -1", ("--enable-chunked-prefill",)),
         ("--no-enable-chunked-prefill --max-num-batched-tokens 9", ("--no-enable-chunked-prefill",)),

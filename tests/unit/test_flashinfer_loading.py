@@ -48,13 +48,20 @@ def test_what_fits_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "reason"),
     [
         ({"flashinfer": None}, "FlashInfer is not installed"),
-        ({"flashinfer": "0.6.9"}, "FlashInfer must be 0.7 or newer"),
+        ({"flashinfer": "0.6.9"}, "FlashInfer must be 0.7.4 or newer"),
+        ({"flashinfer": "0.7.3"}, "FlashInfer must be 0.7.4 or newer"),
         ({"flashinfer": "0.8.0"}, "older than 0.8"),
         ({"torch": "2.13.0+cpu", "torch_cuda": None}, "this torch has no CUDA"),
         ({"driver": None, "driver_cuda": None}, "there is no NVIDIA driver"),
         ({"torch_cuda": "13.0"}, "the driver is too old for CUDA 13.0, which torch was built for"),
         ({"nvcc": "13.1"}, "the driver is too old for what nvcc 13.1 compiles"),
         ({"nvcc": None}, "FlashInfer compiles its kernels with nvcc"),
+        ({"nvcc": None, "jit_cache": "0.7.3"}, "flashinfer-jit-cache of FlashInfer's own version"),
+        ({"nvcc": None, "jit_cache": "0.7.40+cu128"}, "flashinfer-jit-cache of FlashInfer's own version"),
+        (
+            {"nvcc": "11.5"},
+            "nvcc 11.5 is too old. FlashInfer compiles its kernels with nvcc: install",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told(
@@ -69,11 +76,25 @@ def test_what_does_not_fit_is_told(
     [
         {"torch_cuda": "12.9"},
         {"driver_cuda": "13.0"},
-        {"nvcc": None, "compiled": True},
+        {"nvcc": None, "jit_cache": "0.7.4"},
+        {"nvcc": None, "jit_cache": "0.7.4+cu128"},
+        {"nvcc": "11.5", "jit_cache": "0.7.4"},
+        {"nvcc": "13.1", "jit_cache": "0.7.4"},
+        {"nvcc": "12.0"},
         {"driver": None},
         {"flashinfer": "0.7.10.post1"},
     ],
-    ids=["a minor version ahead", "a newer driver", "compiled kernels", "WSL", "a later patch"],
+    ids=[
+        "a minor version ahead",
+        "a newer driver",
+        "compiled kernels",
+        "compiled kernels for a CUDA",
+        "an old compiler that is not needed",
+        "a new one",
+        "the oldest compiler",
+        "WSL",
+        "a later patch",
+    ],
 )
 def test_what_works_together_is_not_refused(change: dict[str, Any]) -> None:
     assert replace(FITS, **change).problem() is None
@@ -84,6 +105,7 @@ def test_every_version_found_is_named() -> None:
     for part in ("FlashInfer 0.7.4", "torch 2.13.0 built for CUDA 12.8", "driver 570.86.10", "nvcc 12.8"):
         assert part in text
     nothing = str(Versions(None, "2.13.0+cpu", None, None, None, None))
+    assert str(replace(FITS, jit_cache="0.7.3")).endswith("compiled kernels 0.7.3")
     assert nothing == "FlashInfer none, torch 2.13.0+cpu built without CUDA, no driver, nvcc none"
 
 
@@ -92,9 +114,59 @@ def test_a_package_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPat
     assert "FlashInfer cannot be imported: " in refusal(FITS)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("libcudart.so.12: cannot open shared object file"),
+        AttributeError("module 'torch' has no attribute 'float4_e2m1fn_x2'"),
+        RuntimeError("flashinfer-cubin version (0.7.3) does not match flashinfer version (0.7.4)"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_import_that_fails_otherwise_is_told_with_the_versions(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(_name: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(loading.importlib, "import_module", fail)
+    assert f"FlashInfer cannot be imported: {type(error).__name__}: {error}" in refusal(FITS)
+
+
+def test_kernels_of_another_version_may_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replace(FITS, nvcc=None, jit_cache="0.7.3")
+    assert found.problem() is not None
+    monkeypatch.setenv("FLASHINFER_DISABLE_VERSION_CHECK", "1")
+    assert found.problem() is None
+
+
+def test_metadata_is_believed_more_than_a_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, package("0.7.0"))
+    assert load_flashinfer(FITS) is sys.modules["flashinfer"]
+    module = package("0.0.0+unknown")
+    installed(monkeypatch, module)
+    assert load_flashinfer(FITS) is module
+    assert load_flashinfer(replace(FITS, flashinfer=loading._UNKNOWN)) is module
+
+
+def test_compiled_kernels_are_compared_when_the_version_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, package("0.7.5"))
+    found = replace(FITS, flashinfer=loading._UNKNOWN, nvcc=None, jit_cache="0.7.4")
+    with pytest.raises(RuntimeError, match=r"FlashInfer's own version.*FlashInfer 0\.7\.5"):
+        load_flashinfer(found)
+    assert load_flashinfer(replace(found, jit_cache="0.7.5+cu128")) is sys.modules["flashinfer"]
+
+
+def test_packages_are_found_by_their_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"flashinfer-python": "0.7.4", "flashinfer-jit-cache": "0.7.3+cu128"}
+    monkeypatch.setattr(loading.importlib.metadata, "version", there.__getitem__)
+    found = versions_found(torch_like("12.8", 12080))
+    assert (found.flashinfer, found.jit_cache, found.compiled) == ("0.7.4", "0.7.3+cu128", False)
+
+
 def test_a_copy_without_metadata_is_asked_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, package("0.6.1"))
-    with pytest.raises(RuntimeError, match=r"must be 0\.7 or newer.*FlashInfer 0\.6\.1"):
+    with pytest.raises(RuntimeError, match=r"must be 0\.7\.4 or newer.*FlashInfer 0\.6\.1"):
         load_flashinfer(replace(FITS, flashinfer=loading._UNKNOWN))
     installed(monkeypatch, package("0.7.4"))
     assert load_flashinfer(replace(FITS, flashinfer=loading._UNKNOWN)) is sys.modules["flashinfer"]

@@ -15,7 +15,7 @@ from sapwood.srt.config import make
 from sapwood.srt.loader.kept_weights import KeptWeights
 from sapwood.srt.messages import Step, StepResult
 from sapwood.srt.models.parallel import Group
-from sapwood.srt.worker import kv_pool
+from sapwood.srt.worker import cpu, kv_pool
 from sapwood.srt.worker.cpu import load, make_follower, make_runner
 from sapwood.srt.worker.grammars import make_grammars
 from sapwood.srt.worker.runner import Runner
@@ -187,6 +187,66 @@ def test_the_ranks_pools_share_the_memory_and_have_equally_many_slots(
     widest = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, float32
     assert [each.pool.num_slots for each in loaded] == [2**19 // 2 // widest] * 2
     assert [each.pool.k[0].shape[1] for each in loaded] == heads
+
+
+def test_no_rank_looks_at_the_free_memory_before_all_have_their_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first would count on what the last has yet to take."""
+    loaded: list[int] = []
+    seen: list[int] = []
+    opened = cpu.open_weights
+    monkeypatch.setattr(
+        cpu, "open_weights", lambda *given, **more: (loaded.append(1), opened(*given, **more))[1]
+    )
+    monkeypatch.setattr(kv_pool, "free_memory", lambda: (seen.append(len(loaded)), 2**24)[1])
+    config = make(model_path=str(folder), tensor_parallel_size=2, num_threads=1)
+    source = source_of(folder)
+    together(2, lambda group: load(config, source, group))
+    assert seen == [2, 2]
+
+
+def test_the_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu.machine, "choose_threads", lambda: (7, "7 cores"))
+    assert cpu.choose_threads(make(), 1) == (7, "7 cores")
+    assert cpu.choose_threads(make(), 2) == (3, "7 cores, shared by 2 ranks")
+    assert cpu.choose_threads(make(), 8)[0] == 1
+    assert cpu.choose_threads(make(num_threads=5), 2) == (5, "as asked; chosen would be 3")
+
+
+def test_what_is_released_is_forgotten_by_every_rank(folder: Path) -> None:
+    """A row that was being read, and had a bias, when it was given up."""
+
+    def work(bench: Bench) -> None:
+        begun = {"row": 0, "start": 0, "ids": [5, 9, 6], "slots": [0, 1, 2], "samples": 0}
+        start = row_start(
+            0,
+            history=ids_of(9, 1),
+            prompt_len=9,
+            read_from=1,
+            logprobs=1,
+            pooling="mean",
+            logit_bias={7: 1.0},
+        )
+        bench.step([begun], [start])
+        bench.step([{**begun, "row": 1, "slots": [3, 4, 5]}], [row_start(1)], released=[0])
+
+    _none, pools = drive(folder, 2, work)
+    assert len(pools) == 2
+    for pool in pools:
+        assert pool.reading == pool.changes == {}
+
+
+def test_what_is_odd_about_the_weights_is_said_by_rank_0_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_llama(tmp_path, **WIDE)
+    tensors = random_tensors({**CONFIG, **WIDE}, 0, torch.float32)
+    save_weights(folder, {**tensors, "model.odd.weight": torch.zeros(3)})
+    config = make(model_path=str(folder), tensor_parallel_size=2, num_threads=1, max_total_tokens=64)
+    source = source_of(folder)
+    together(2, lambda group: load(config, source, group))
+    assert [r.levelname for r in caplog.records if "model.odd.weight" in r.getMessage()] == ["WARNING"]
 
 
 def test_each_rank_keeps_its_own_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,9 +144,45 @@ def test_a_cut_of_a_stored_matrix_has_the_values_of_the_whole(tmp_path: Path, ki
 def test_columns_that_part_a_group_of_codes_are_refused_by_name(tmp_path: Path) -> None:
     tiny_gguf(tmp_path / "m.gguf", kind="q8_0")
     weights = open_weights(source_of(tmp_path / "m.gguf", skip_tokenizer_init=True))
-    part = Part("model.layers.0.self_attn.o_proj.weight", columns=range(16, 64))
-    with pytest.raises(ModelError, match=r"o_proj.*groups of 32.*--tensor-parallel-size"):
-        weights.linear([part], "stored")
+    for columns in (range(16, 64), range(48)):
+        part = Part("model.layers.0.self_attn.o_proj.weight", columns=columns)
+        with pytest.raises(ModelError, match=r"o_proj.*Q8_0 .*groups of 32.*--tensor-parallel-size"):
+            weights.linear([part], "stored")
+
+
+@pytest.mark.parametrize("storage", ["w8", "w4"])
+def test_columns_that_part_a_group_to_be_rounded_are_refused_by_name(
+    tmp_path: Path, storage: Storage
+) -> None:
+    """They would be rounded otherwise than as a whole."""
+    weights = open_weights(source_of(tiny_llama(tmp_path), skip_tokenizer_init=True))
+    for columns in (range(16, 64), range(48)):
+        part = Part("model.layers.0.self_attn.o_proj.weight", columns=columns)
+        with pytest.raises(ModelError, match=r"o_proj.*groups of 32.*--tensor-parallel-size"):
+            weights.linear([part], storage)
+        assert weights.linear([part], "float32").k == len(columns)
+
+
+@pytest.mark.parametrize("kind", ["w8", "q8_0", "q6_k", "f32"])
+def test_heads_that_part_groups_are_refused_before_anything_is_loaded(tmp_path: Path, kind: str) -> None:
+    """With the sizes that do. Of 16 heads of 16 channels on five ranks three are the first one's: their 48
+    inputs part a group of 32, but none of 16."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 16, "intermediate_size": 512}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    if kind == "w8":
+        path = tiny_llama(tmp_path, **sizes, **heads)
+    else:
+        path = tmp_path / "m.gguf"
+        tiny_gguf(path, kind=kind, **sizes, **heads)
+    given: dict[str, Any] = {"skip_tokenizer_init": True, "quantization": "w8" if kind == "w8" else "none"}
+    if kind in ("w8", "q8_0"):
+        said = "--tensor-parallel-size 5 .*groups of 32 inputs.* head_dim 16, .* 1, 2 or 4$"
+        with pytest.raises(ConfigError, match=said) as caught:
+            source_of(path, **given, tensor_parallel_size=5)
+        assert caught.value.param == "tensor_parallel_size"
+    else:
+        source_of(path, **given, tensor_parallel_size=5)
+    source_of(path, **given, tensor_parallel_size=4)
 
 
 def logits_of(path: Path, size: int, calls: list[list[int]], storage: Storage = "float32") -> Any:
@@ -155,7 +191,8 @@ def logits_of(path: Path, size: int, calls: list[list[int]], storage: Storage = 
 
     def work(group: Group) -> torch.Tensor:
         weights = open_weights(source)
-        decoder = Decoder(spec_of(source.config), weights, CpuOps(storage), source.context_length, group)
+        ops = CpuOps(storage, source.vocab_size)
+        decoder = Decoder(spec_of(source.config), weights, ops, source.context_length, group)
         row = Sequence(decoder, 200)
         return torch.cat([row.extend(ids) for ids in calls])
 
@@ -199,3 +236,10 @@ def test_ranks_together_are_exact(tmp_path: Path, storage: Storage) -> None:
     assert torch.equal(first[0], first[1])
     for calls in ([ids[:17], ids[17:18], ids[18:]], [[i] for i in ids]):
         assert torch.equal(logits_of(tmp_path, 2, calls, storage)[0], first[0])
+
+
+@pytest.mark.parametrize("wrong", [331, -1])
+def test_an_id_that_no_rank_has_is_refused_by_all(tmp_path: Path, wrong: int) -> None:
+    tiny_llama(tmp_path, **WIDE)
+    with pytest.raises(IndexError, match=f"token id {wrong} is not from 0 to 330"):
+        logits_of(tmp_path, 2, [[5, wrong, 6]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,3 +215,14 @@ def test_the_pool_takes_the_share_that_is_asked_for(monkeypatch: pytest.MonkeyPa
         kv_pool.choose_slots(make(max_total_tokens=70_000), 100, 10, mapped=400_000)
     with pytest.raises(ConfigError, match="0 MiB of memory are free"):
         kv_pool.choose_slots(make(), 100, 10, mapped=2_000_000)
+
+
+def test_what_is_free_is_told_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_pool, "free_memory", lambda: 6 * 2**20)
+    two: dict[str, Any] = {"tensor_parallel_size": 2}
+    assert kv_pool.choose_slots(make(**two), 10**9, 10)[1].endswith("50% of 3 MiB free for each of 2 ranks")
+    assert kv_pool.choose_slots(make(), 10**9, 10)[1].endswith("50% of 6 MiB free")
+    with pytest.raises(ConfigError, match="3 MiB are free for each of 2 ranks"):
+        kv_pool.choose_slots(make(max_total_tokens=10**6, **two), 100, 10)
+    with pytest.raises(ConfigError, match="3 MiB of memory are free for each of 2 ranks"):
+        kv_pool.choose_slots(make(**two), 100, 10**9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from sapwood.srt.config import make
 from sapwood.srt.errors import ConfigError
-from sapwood.srt.worker.choice import Choice, activations, choose
+from sapwood.srt.worker.choice import Choice, activations, choose, why_cpu
+from sapwood.srt.worker.cpu import make_runner
 from sapwood.srt.worker.device.forward import graph_sizes
 from sapwood.srt.worker.device.memory import choose_slots, within_memory
+from tests.models import source_of, tiny_llama
 
 GIB = 2**30
 
@@ -43,6 +46,8 @@ def test_the_device_and_its_attention(options: dict[str, Any], gpus: int, expect
         ({"kv_cache_dtype": "fp8_e4m3"}, 0, "--kv-cache-dtype fp8_e4m3 is for a GPU"),
         ({"quantization": "w8"}, 1, "--quantization w8 is for the CPU: see --device"),
         ({"attention_backend": "cpu"}, 1, "--attention-backend cpu is for the CPU"),
+        ({"cuda_graph_max_bs": 64}, 0, "--cuda-graph-max-bs 64 is for a GPU"),
+        ({"cpu_isa": "avx2"}, 1, "--cpu-isa avx2 is for the CPU: see --device"),
         ({"tensor_parallel_size": 4}, 2, "--tensor-parallel-size 4 needs as many GPUs; 2 can be seen"),
     ],
 )
@@ -52,6 +57,28 @@ def test_what_does_not_go_together_is_refused_by_its_flag(
     with pytest.raises(ConfigError, match=said) as caught:
         choose(make(**options), gpus)
     assert caught.value.param in options
+
+
+def test_why_there_is_no_gpu_is_told_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_cpu(make(device="cpu")) == "--device cpu"
+    assert why_cpu(make()) == f"torch {torch.__version__} is built without CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert why_cpu(make()).startswith(f"torch {torch.__version__} for CUDA 13.0 sees no GPU: nvidia-smi")
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "warned"), [("auto", "13.0", True), ("auto", None, False), ("cpu", "13.0", False)]
+)
+def test_a_build_for_cuda_that_sees_no_gpu_is_warned_of(
+    tmp_path: Path, device: str, cuda: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """And what computes is among the facts, with the reason."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    config = make(model_path=str(tiny_llama(tmp_path)), device=device, max_total_tokens=64, num_threads=1)
+    _runner, _pool, facts = make_runner(config, source_of(tmp_path))
+    assert facts["device"] == f"cpu ({why_cpu(config)})"
+    assert ("no GPU is used" in caplog.text) == warned
 
 
 def test_a_gpu_computes_in_16_bits() -> None:

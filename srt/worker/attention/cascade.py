@@ -70,6 +70,8 @@ def cascade_of(paged: Paged, worth: int, group: int) -> Cascade | None:
     seated = _fill(ids, ends) & (ends[-1] <= paged.starts)
     order = np.lexsort(ids[::-1])
     order = order[seated[order]]
+    if not len(order):
+        return None
     own = np.arange(len(seated))
     bounds = [np.zeros_like(ends[0]), *ends, paged.starts + paged.counts]
     levels = [
@@ -93,8 +95,6 @@ def _ranks(paged: Paged) -> tuple[Int32s, Int32s]:
         own_rank = int(rank[members[0]])
         if (covered[members] != begin).any() or (rank[members] != own_rank).any():
             continue  # levels have no gaps: what follows one is not shared
-        if (paged.starts[members] < end).any():
-            continue  # new tokens are their row's own
         if own_rank == len(ids):
             ids.append(np.full(rows, -1, np.int32))
             ends.append(np.zeros(rows, np.int32))

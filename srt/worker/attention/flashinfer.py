@@ -51,8 +51,8 @@ UNCAPTURED_BYTES = int(LAUNCH_SECONDS * BYTES_PER_SECOND)
 """K and V that cascades must spare, on the mean of all layers, where a graph could take the step: a cascade
 is not captured. Both numbers are estimates for an H100, which bench.gpu measures (graphs on and off)."""
 MIXED_BYTES = 4 << 20
-"""K and V that the decodes of a mixed step must read in a layer to have a kernel of their own: with four query
-heads a KV head, reading them once and not four times spares as long as a launch takes, some 4 microseconds."""
+"""K and V that the decodes of a mixed step must read in a layer to have a kernel of their own: with 4 query
+heads a KV head, reading them once and not four times spares as long as a launch takes, 4 microseconds."""
 MERGE_THREADS = 1024
 """The most of a block: FlashInfer merges all heads of a query in one, each thread 16 bytes or more."""
 
@@ -253,7 +253,11 @@ class FlashInferAttention:
     def _together(self, paged: Paged, rows: Indices) -> list[_Rows]:
         """Some of a step's rows, split into those that are planned together."""
         parts = _alike(paged, rows, self._group) if self._deterministic else self._kinds(paged, rows)
-        return [_Rows(select(paged, part), tokens_of(paged, part), number) for number, part in parts]
+        chosen = [(number, part, select(paged, part)) for number, part in parts]
+        return [
+            _Rows(tables, ALL if tables is paged else tokens_of(paged, part), number)
+            for number, part, tables in chosen
+        ]
 
     def _kinds(self, paged: Paged, rows: Indices) -> list[tuple[int, Indices]]:
         """Decodes, which the scheduler puts first, and others: both then are stretches of the step. All

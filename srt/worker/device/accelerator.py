@@ -45,7 +45,8 @@ class Accelerator(Protocol):
 
     def capture(self, run: Callable[[], object], stream: Any) -> Callable[[], None]:
         """What `run` launches, to be launched again as a whole, over the same memory, by the result. All
-        captures share one pool of memory, so that no two of them may run at a time."""
+        captures share one pool of memory, so that no two of them may run at a time. Waits for all streams
+        before and after (as torch.cuda.graph does before)."""
 
     def choose(self) -> None:
         """Make it the device of this thread."""
@@ -89,6 +90,7 @@ class Cuda:
         # Other threads may look at their events meanwhile.
         with torch.cuda.graph(graph, self._graphs, stream=stream, capture_error_mode="thread_local"):
             run()
+        self.synchronize()
         return graph.replay
 
     def choose(self) -> None:

@@ -17,7 +17,7 @@ from sapwood.srt.models.device_ops import DeviceOps
 from sapwood.srt.models.parallel import Group
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.worker.attention.flashinfer import WORKSPACE_BYTES, FlashInferAttention, require_supported
-from sapwood.srt.worker.attention.gathered import GatheredAttention
+from sapwood.srt.worker.attention.gathered import GATHERED_BYTES, GatheredAttention
 from sapwood.srt.worker.choice import activations
 from sapwood.srt.worker.constraints import Constraints
 from sapwood.srt.worker.device.accelerator import Accelerator
@@ -133,6 +133,8 @@ class _Making:
         config = self._config
         # What it keeps, the buffers between the layers, is no longer free.
         activations = peak - kept + self._sampling_bytes() + self._table_bytes()
+        if self._site.attention is None:
+            activations += 2 * GATHERED_BYTES
         slots, why = choose_slots(config, free, activations, graphs, self.slot_bytes)
         least = self._site.group.smallest(slots)
         return least, why if least == slots else f"{why}; another rank has room for no more"

@@ -96,7 +96,7 @@ class Given:
 
 class Lane:
     """The buffers, the attention and the graphs of one lane. `slot_table` int32 [rows, positions] is shared
-    by both; it is written on the plan stream alone."""
+    by both; while steps are in flight it is written on the plan stream alone."""
 
     def __init__(
         self, accelerator: Accelerator, attention: LaneAttention, slot_table: Tensor, sizes: Sizes
