@@ -81,7 +81,7 @@ def make_device_runner(
         "use --quantization fp8 or more GPUs (--tensor-parallel-size)",
         lambda: Decoder(
             spec_of(source.config),
-            open_weights(source, device=device),
+            open_weights(source, device=device, quiet=site.group.rank > 0),
             ops,
             source.context_length,
             site.group,
