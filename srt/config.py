@@ -297,7 +297,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_pairs(self) -> None:
         """Each field may have its value, but not beside the other's."""
-        dtype = self.quantization != "none" and self.dtype != "auto"
+        # With fp8 the dtype is that of what the weights are multiplied with.
+        dtype = self.quantization not in ("none", "fp8") and self.dtype != "auto"
         sized = self.cuda_graph_max_bs is not None
         reference = self.attention_backend == "reference"
         for found, one, other, why in (

@@ -52,6 +52,8 @@ class Bench:
         result = self.result()
         print(f"\nhardware: {result['hardware']}; attention: {result['backend']}")
         print(f"{result['seconds']} s of {self._args.seconds:.0f}; goals not met: {_goals(result)}")
+        if lost := _lost(result):
+            print(f"failed, or cut off: {', '.join(lost)}")
         self._write(result)
         return result
 
@@ -99,6 +101,11 @@ class Bench:
             self._args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
+def _lost(result: dict[str, Any]) -> list[str]:
+    """The parts that did not come to their end."""
+    return [name for name, part in result["parts"].items() if part["status"] in ("failed", "cut")]
+
+
 def _goals(result: dict[str, Any]) -> str:
     if result["dry_run"]:
         return "a dry run has none"
@@ -125,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parsed(argv)
     asked = {"found", *args.only.split(",")}
     result = Bench(args).run([name for name in NAMES if name in asked])
-    failed = [name for name, part in result["parts"].items() if part["status"] in ("failed", "cut")]
+    failed = _lost(result)
     return 1 if failed else 0
 
 

@@ -242,7 +242,7 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
     ),
     *group(
         "refused",
-        "nothing is compiled at run time: the kernels are C++, chosen by --cpu-isa",
+        "torch.compile is not used; graphs of a GPU's decode steps: --disable-cuda-graph, --cuda-graph-max-bs",
         sglang="""
         enable_torch_compile? enable_torch_compile_debug_mode? torch_compile_max_bs
         """,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from sapwood.srt.flags.entry import ANY, FALSE, TRUE, Entry, Vocabulary, same
 
 _NOT_PICKLE = "pickled weights are never loaded: convert them to safetensors"
-_NOT_STORED = "K and V are stored as float32, float16, bfloat16 or fp8_e4m3"
+_NOT_STORED = "K and V are stored as float32, float16, bfloat16 or fp8_e4m3, the 8-bit type that there is"
 _ONE_KERNEL = "on a GPU attention is FlashInfer's"
 _WHOLE_STEPS = "a decode step is captured as a whole, or not at all"
-_NO_DEVICE = "the model runs on an NVIDIA GPU or on the CPU"
+_NO_DEVICE = "the model runs on NVIDIA GPUs (which: CUDA_VISIBLE_DEVICES) or on the CPU"
 _OTHER_BACKEND = "that attention backend is not for this runtime"
 _ATTENTION = {"torch_native": "reference", "cpu_attn": "cpu"}
 _OTHER_ATTENTION = {

@@ -138,6 +138,7 @@ def test_two_storages_at_once_are_refused() -> None:
         assert caught.value.param == "quantization"
     assert parse("--quantization", "gguf", "--dtype", "auto").quantization == "gguf"
     assert parse("--quantization", "none", "--dtype", "float16").dtype == "float16"
+    assert parse("--quantization", "fp8", "--dtype", "bfloat16").dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
