@@ -150,7 +150,7 @@ class HostAccelerator:
         return 2**20, 2**19
 
     def memory(self) -> tuple[int, int]:
-        return 2**30, 2**31
+        return 3 * 2**29, 2**31
 
 
 @contextlib.contextmanager

@@ -302,8 +302,8 @@ def _lives(pid: int) -> bool:
 
 def test_what_cannot_start_says_why_and_leaves_nothing(model: str, tmp_path: Path, runtime: Runtime) -> None:
     before = children()
-    with pytest.raises(ConfigError, match="tp_size"):
-        Runtime(model, tp_size=2)
+    with pytest.raises(ConfigError, match="pp_size"):
+        Runtime(model, pp_size=2)
     with pytest.raises(ModelError, match="nowhere"):
         Runtime(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="is another server running"):

@@ -265,7 +265,8 @@ def test_the_workers_word_may_come_before_the_launchers(tmp_path: Path) -> None:
         process._take_worker(WorkerReady(300, 2))
         assert (process._scheduler._has_worker, lifeline.told) == (True, [100, 200, 300])
     finally:
-        process._worker._outbox.close()
+        for outbox in process._worker._outboxes:
+            outbox.close()
         inbox.close()
 
 
