@@ -242,7 +242,7 @@ REFUSED_ENGINE: tuple[Entry, ...] = (
     ),
     *group(
         "refused",
-        "torch.compile is not used; graphs of a GPU's decode steps: --disable-cuda-graph, --cuda-graph-max-bs",
+        "torch.compile is not used; for CUDA graphs see --disable-cuda-graph and --cuda-graph-max-bs",
         sglang="""
         enable_torch_compile? enable_torch_compile_debug_mode? torch_compile_max_bs
         """,
