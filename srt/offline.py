@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -120,6 +121,8 @@ class OfflineRuntime:
             self._looper.join(JOIN_SECONDS)
 
     def _died(self, error: ProcessDied) -> None:
+        if error.details:  # a traceback, which callers do not get
+            logging.getLogger("sapwood").error("%s\n%s", error.message, error.details.rstrip())
         self.soon(self.service.client.fail_all, error.info())
 
     def _begun_anew(self, serve: Serve) -> None:

@@ -355,6 +355,19 @@ def test_a_device_that_fails_ends_the_worker_and_does_not_leave_it_asleep(folder
         runner.finished()
 
 
+def test_a_thread_that_cannot_wait_for_the_device_ends_the_worker(folder: Path) -> None:
+    accelerator = HostAccelerator(seconds=0.05)
+
+    def choose() -> None:
+        raise OSError("invalid device ordinal")
+
+    accelerator.choose = choose  # type: ignore[method-assign]
+    runner = runner_of(device_bench(folder, accelerator, package()))
+    assert select.select([runner.fileno()], [], [], 10.0)[0]
+    with pytest.raises(OSError, match="invalid device"):
+        runner.finished()
+
+
 def test_lines_of_logits_are_drawn_from_in_groups(
     host: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,12 @@ from sapwood.srt.worker.device.accelerator import Event
 
 class Waker:
     """Waits for events in a thread of its own, which first calls `begin` (on a GPU: to choose the device);
-    `fileno` can be read when one is there, or cannot come any more: that its own query will tell."""
+    `fileno` can be read when one is there, or cannot come any more, which `clear` raises."""
 
     def __init__(self, begin: Callable[[], object]) -> None:
         self._begin = begin
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._failed: Exception | None = None
         self._news, self._tell = os.pipe()
         os.set_blocking(self._news, False)
         os.set_blocking(self._tell, False)
@@ -31,16 +32,22 @@ class Waker:
         self._events.put(event)
 
     def clear(self) -> None:
-        """Forget what can be read."""
+        """Forget what can be read. Raises what has ended the thread: nobody would be woken any more."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._news, 4096)
+        if self._failed is not None:
+            raise self._failed
 
     def _run(self) -> None:
-        self._begin()
-        while True:
-            event = self._events.get()
-            # A device that has failed raises here, and again where the main thread looks at the event.
-            with contextlib.suppress(RuntimeError):
-                event.synchronize()
-            with contextlib.suppress(BlockingIOError):  # full: it can be read anyway
-                os.write(self._tell, b"\0")
+        try:
+            self._begin()
+            while True:
+                self._events.get().synchronize()
+                self._wake()
+        except Exception as e:  # the edge of a thread: the main one raises it
+            self._failed = e
+            self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it can be read anyway
+            os.write(self._tell, b"\0")
