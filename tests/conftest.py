@@ -2,5 +2,18 @@
 what the tests start too."""
 
 import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_of_torch() -> Iterator[None]:
+    """Tests run side by side, one a core: more threads would take the time of the others' servers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
