@@ -193,6 +193,18 @@ def until(end: int, wanted: Callable[[str], bool], seconds: float = 60.0) -> str
     return shown.decode("utf-8", "replace")
 
 
+def await_reading(pid: int) -> None:
+    """Return once the process, whose prompt is shown, sleeps until a key comes.
+
+    Python's readline loses a signal that comes between its prompt and its `select`, until the next key or
+    signal: nobody types so fast, a test does.
+    """
+    deadline = time.monotonic() + 60
+    while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(model: str, tmp_path: Path) -> None:
     with terminal(model, tmp_path, "--max-tokens", "400") as (end, process):
         until(end, lambda text: "/help for help" in text and "> " in text)
@@ -210,6 +222,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(model: str, tmp
         assert "\x1b[2m" in shown  # dim
         assert process.poll() is None
         assert all(child.is_running() for child in children)
+        await_reading(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         until(end, lambda text: "Ctrl-D or /quit" in text)
         os.write(end, b"/set max_tokens 3\nAgain\n")

@@ -27,6 +27,18 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "adopt", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "maxProperties": 0}}},
 ]
+# No call of it is whole within the tokens that the tests of cut calls allow.
+LONG_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "parameters": {
+            "type": "object",
+            "properties": {"sheep": {"type": "array", "items": {"type": "boolean"}, "minItems": 60}},
+            "required": ["sheep"],
+        },
+    },
+}
 ASK: list[Any] = [{"role": "user", "content": "A cat, please."}]
 
 
@@ -88,7 +100,7 @@ def test_required_calls_are_valid(server: Server, several: bool) -> None:
 def test_p26_a_call_that_is_cut_is_none(server: Server) -> None:
     places = set()
     for limit in (1, 3, 10, 20, 30, 40, 50, 60):
-        choice = chat(server, tools=TOOLS, tool_choice="required", max_tokens=limit)["choices"][0]
+        choice = chat(server, tools=[LONG_TOOL], tool_choice="required", max_tokens=limit)["choices"][0]
         assert choice["finish_reason"] == "length"
         assert choice["incomplete"]["inside"]
         assert choice["message"]["content"] is None
