@@ -201,7 +201,7 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
-        each = list(given)
+        each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise BadRequest(

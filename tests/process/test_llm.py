@@ -298,6 +298,8 @@ def test_wrong_calls_are_named(llm: LLM) -> None:
         llm.generate(PROMPTS[:2], [GREEDY])
     with pytest.raises(BadRequest, match="got dict"):
         llm.generate(PROMPTS[:1], [{"temperature": 0}])  # type: ignore[list-item]
+    with pytest.raises(BadRequest, match="got dict"):
+        llm.generate(PROMPTS[:1], {"temperature": 0})  # type: ignore[arg-type]
     with pytest.raises(ContextTooLong, match="512"):
         llm.generate([[5] * 600, [5]], GREEDY)
     with pytest.raises(BadRequest, match="role"):
