@@ -15,9 +15,7 @@ import contextlib
 import logging
 import os
 import queue
-import shutil
 import socket
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,9 +24,10 @@ from types import TracebackType
 from sapwood.srt import child
 from sapwood.srt.child import Child
 from sapwood.srt.config import Config, ModelSource
-from sapwood.srt.errors import ConfigError, ProcessDied
+from sapwood.srt.errors import ProcessDied
 from sapwood.srt.lifeline import ROLES
 from sapwood.srt.orders import Boot, Died, Drain, Ready, Restart, Serve, Trouble
+from sapwood.srt.socket_folder import SocketFolder
 
 POLL_SECONDS = 1.0
 """Between two looks at the heartbeats; an end, a message and a signal are seen at once."""
@@ -39,7 +38,6 @@ RESTART_SECONDS = 60.0
 """So many workers are replaced within so long; one more death is the end."""
 FAREWELL_SECONDS = 3.0
 DRAIN_GRACE_SECONDS = 5.0
-MAX_SOCKET_PATH = 107
 ORDER = ("worker", "grammar", "scheduler", "tokenizer", "server")
 """Slowest to load first."""
 ENGINE_ROLES = {name: module for name, module in ROLES.items() if name != "server"}
@@ -95,7 +93,7 @@ class Launcher:
         self._trouble = ""
         """What the server was told last."""
         self._owner = os.getpid()
-        self.directory = ""
+        self._folder: SocketFolder | None = None
 
     def __enter__(self) -> Launcher:
         return self
@@ -106,14 +104,16 @@ class Launcher:
         self.close()
 
     def prepare(self) -> None:
-        """Make the folder of the sockets, `directory`, which `close` removes. `start` does it if need be."""
-        self.directory = tempfile.mkdtemp(prefix="sapwood-")
-        if len(os.fsencode(self.directory)) + len("/worker.63-999") > MAX_SOCKET_PATH:
-            os.rmdir(self.directory)
-            raise ConfigError(
-                f"the folder for temporary files is too deep for sockets (at most {MAX_SOCKET_PATH} bytes): "
-                f"{self.directory}; set TMPDIR to a shorter one"
-            )
+        """Make the folder of the sockets, `directory`, which `close` removes. `start` does it if need be.
+
+        Raises ConfigError.
+        """
+        self._folder = SocketFolder()
+
+    @property
+    def directory(self) -> str:
+        """Of the sockets; empty before `prepare`."""
+        return self._folder.path if self._folder else ""
 
     def start(self) -> Serve:
         """Start every process and wait until all are ready. Raises ProcessDied or Interrupted.
@@ -208,7 +208,8 @@ class Launcher:
         if os.getpid() != self._owner:
             return
         with contextlib.ExitStack() as stack:
-            stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            if self._folder is not None:
+                stack.callback(self._folder.remove)
             if self._listener is not None:
                 stack.callback(self._listener.close)
             children, self._children = self._children, []

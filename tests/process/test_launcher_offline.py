@@ -23,6 +23,7 @@ from sapwood.srt.errors import ConfigError, ProcessDied
 from sapwood.srt.launch import Interrupted, Launcher
 from sapwood.srt.lifeline import Wire
 from sapwood.srt.orders import Died, Fatal
+from sapwood.srt.socket_folder import SocketFolder
 
 ROLES_FOLDER = Path(__file__).parent / "roles"
 IDLE = {"tokenizer": "role_idle", "scheduler": "role_idle", "worker": "role_idle"}
@@ -151,6 +152,33 @@ def test_a_folder_too_deep_for_sockets_is_told(
     with pytest.raises(ConfigError, match="TMPDIR"):
         launcher.start()
     assert not list(deep.iterdir())
+
+
+def test_folders_of_killed_launchers_are_removed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    strange = tmp_path / "sapwood-mine"
+    strange.mkdir()
+    lives = SocketFolder()
+    code = (
+        "import os, signal; from sapwood.srt.socket_folder import SocketFolder; "
+        "print(SocketFolder().path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    root = str(Path(sapwood.__file__).resolve().parent.parent)
+    env = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(tmp_path)}
+    left = Path(
+        subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE).stdout.decode()[:-1]
+    )
+    assert left.parent == tmp_path
+    assert left.exists()
+    after = SocketFolder()
+    assert {p.name for p in tmp_path.iterdir()} == {Path(f.path).name for f in (lives, after)} | {
+        strange.name
+    }
+    after.remove()
+    lives.remove()
+    assert list(tmp_path.iterdir()) == [strange]
 
 
 def test_no_library_of_a_child_starts_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
