@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +20,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sapwood.kernels.toolkit import complete
+
 INSTALL = "pip install 'sapwood[cuda]'"
 
 _LEAST, _BEYOND = (0, 7, 4), (0, 8, 0)
 """The versions whose functions are called here as they are: those before want a larger workspace, and a next
 one may name its arguments otherwise."""
-_LEAST_NVCC = (12, 0, 0)
-"""The first toolkit whose C++ FlashInfer's kernels compile with."""
+_LEAST_NVCC = (12, 8, 0)
+"""The first toolkit that knows --compress-mode, which FlashInfer has for each kernel."""
+_LEAST_DRIVER = (12, 4, 0)
+"""The first driver, by the CUDA that it runs, which unpacks what is compressed so."""
 
 _UNKNOWN = "of unknown version"
 _SOURCE = "0.0.0+unknown"
@@ -80,20 +86,28 @@ class Versions:
             return "FlashInfer is not installed"
         if self.flashinfer != _UNKNOWN and not _LEAST <= _parsed(self.flashinfer) < _BEYOND:
             return f"FlashInfer must be {_dotted(_LEAST)} or newer, and older than {_dotted(_BEYOND[:2])}"
-        return None if self.compiled else self._compiler_problem(self.driver_cuda)
+        return None if self.compiled else self._compiler_problem(self.torch_cuda, self.driver_cuda)
 
-    def _compiler_problem(self, driver_cuda: str) -> str | None:
+    def _compiler_problem(self, torch_cuda: str, driver_cuda: str) -> str | None:
+        major = _parsed(torch_cuda)[0]
+        least = max(_LEAST_NVCC, (major, 0, 0))
         wanted = (
             "FlashInfer compiles its kernels with nvcc: install the CUDA toolkit "
-            f"{_dotted(_LEAST_NVCC[:2])} or newer (or the package flashinfer-jit-cache of FlashInfer's own "
-            "version, which has them compiled)"
+            f"{_dotted(least[:2])} or a newer {major}.x, CUDA_HOME names it where there are several (or the "
+            "package flashinfer-jit-cache of FlashInfer's own version, which has them compiled)"
         )
         if self.nvcc is None:
             return wanted
-        if _parsed(self.nvcc) < _LEAST_NVCC:
+        if major != _parsed(self.nvcc)[0]:
+            # Kernels are linked with the toolkit's own runtime library, of which torch has brought another.
+            return f"nvcc {self.nvcc} does not fit a torch built for CUDA {torch_cuda}. {wanted}"
+        if _parsed(self.nvcc) < least:
             return f"nvcc {self.nvcc} is too old. {wanted}"
-        if _parsed(self.nvcc)[0] > _parsed(driver_cuda)[0]:
-            return f"the driver is too old for what nvcc {self.nvcc} compiles"
+        if _parsed(driver_cuda) < _LEAST_DRIVER:
+            return (
+                "the driver is too old for what FlashInfer compiles: it must run CUDA "
+                f"{_dotted(_LEAST_DRIVER[:2])} or newer"
+            )
         return None
 
 
@@ -118,8 +132,10 @@ def load_flashinfer(found: Versions | None = None) -> ModuleType:
     Raises RuntimeError that says what does not fit, which versions were found, and how to install.
     """
     found = found or versions_found()
-    if (problem := found.problem()) is not None:
+    if (problem := found.problem() or _tools_problem(found)) is not None:
         raise _Unfit(problem, found)
+    if not found.compiled:
+        complete()
     try:
         module = importlib.import_module("flashinfer")
     except _BROKEN as e:
@@ -128,7 +144,7 @@ def load_flashinfer(found: Versions | None = None) -> ModuleType:
     if found.flashinfer == _UNKNOWN and told != _SOURCE:
         # A copy without the package's metadata tells its version only now.
         found = replace(found, flashinfer=told)
-    if (problem := found.problem()) is not None:
+    if (problem := found.problem() or _tools_problem(found)) is not None:
         raise _Unfit(problem, found)
     return module
 
@@ -187,6 +203,35 @@ def _installed(package: str, module: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return _UNKNOWN if importlib.util.find_spec(module) is not None else None
+
+
+def _tools_problem(found: Versions) -> str | None:
+    """Why kernels cannot be compiled here though nvcc is there, if so. FlashInfer runs plain `ninja`, for
+    kernels that are compiled already too: where that is in an environment which is not activated, its folder
+    is added to this process's PATH."""
+    if found.compiled:
+        return None
+    if shutil.which("ninja") is None:
+        folder = next((folder for folder in _script_folders() if shutil.which("ninja", path=folder)), None)
+        if folder is None:
+            return "FlashInfer compiles its kernels with ninja: pip install ninja"
+        os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
+    compiler, *_options = os.environ.get("CXX", "").split() or ["c++"]
+    if shutil.which(compiler) is None:
+        return (
+            f"FlashInfer compiles its kernels with a C++ compiler, and there is no {compiler}: install one "
+            "(apt install g++), or name it in CXX"
+        )
+    return None
+
+
+def _script_folders() -> list[str]:
+    """Where pip has put ninja, if it has: first where the package itself says."""
+    folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
+    try:
+        return [importlib.import_module("ninja").BIN_DIR, *folders]
+    except (ImportError, AttributeError):
+        return folders
 
 
 def _driver_version() -> str | None:

@@ -114,19 +114,21 @@ class Batch:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """Around what waits for the items. When it is left, nothing of the batch runs any more."""
-        task = self._host.wait(self._begin())
+        begun: list[asyncio.Task[None]] = []
         try:
+            # An interrupt may come here when the items run already.
+            self._host.wait(self._begin(begun))
             yield
         except BaseException:
-            task.get_loop().call_soon_threadsafe(task.cancel)
+            self._host.call(lambda: [task.cancel() for task in begun])
             raise
         finally:
-            self._host.wait(_over(task))
+            self._host.wait(_over(begun))
 
-    async def _begin(self) -> asyncio.Task[None]:
+    async def _begin(self, begun: list[asyncio.Task[None]]) -> None:
         task = asyncio.ensure_future(self._work())
         task.add_done_callback(self._give_up)
-        return task
+        begun.append(task)
 
     def _give_up(self, task: asyncio.Task[None]) -> None:
         """What is not done when all is over never will be."""
@@ -162,8 +164,9 @@ class Batch:
             bar.step()
 
 
-async def _over(task: asyncio.Task[None]) -> None:
-    await asyncio.wait([task])
+async def _over(begun: list[asyncio.Task[None]]) -> None:
+    if begun:
+        await asyncio.wait(begun)
 
 
 def _limit(limit: int | str) -> int:

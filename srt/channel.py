@@ -56,6 +56,8 @@ class Inbox:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._watched: list[int] = []
+        self.timed_out = False
+        """Whether the last `receive` ended as its time was up, and not as there was something."""
 
     def watch(self, *descriptors: int | None) -> None:
         """Have `receive` return, with nothing, when one of these file descriptors too can be read, and no
@@ -69,7 +71,9 @@ class Inbox:
     def receive(self, timeout: float | None) -> list[Any]:
         """The messages that are here, waiting up to `timeout` seconds (None: for ever) for the first; what
         comes after READ_BYTES of them is left for the next call."""
-        if not self._poller.poll(None if timeout is None else max(0, int(timeout * 1000 + 0.999))):
+        ready = self._poller.poll(None if timeout is None else max(0, int(timeout * 1000 + 0.999)))
+        self.timed_out = not ready
+        if not ready:
             return []
         return _waiting(self._socket, HIGH_WATER, HIGH_WATER)
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
-import os
-import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from sapwood.srt.errors import ConfigError
 
-OTHER_VARIABLES = frozenset({"SAPWOOD_CACHE", "SAPWOOD_LISTEN_FD", "SAPWOOD_NO_EXTENSION"})
-"""Environment variables that are no fields: the cache folder, the server's socket, and the build's switch."""
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
-
 _NO_GRAPHS = "contradict each other: give one of them"
 _NOT_CAPTURED = "do not go together: no step in plain torch is captured"
 _NOT_EXACT = "do not go together: sums in plain torch depend on how many rows there are"
+
+
+Device = Literal["cuda", "cpu"]
+
+_OF_DEVICE: Mapping[Device, Mapping[str, int]] = {
+    # A step of them takes a tenth of a second on two cores, and some 50 ms of an 8B model on an H100.
+    "cpu": {"max_running_requests": 64, "chunked_prefill_size": 256},
+    "cuda": {"max_running_requests": 256, "chunked_prefill_size": 2048},
+}
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -153,7 +152,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         bool, Flag("when the worker dies, end what runs with an error and start another one")
     ] = False
 
-    max_running_requests: Annotated[int, Flag("rows of a step", 1, 4096)] = 64
+    max_running_requests: Annotated[
+        int | None, Flag("rows of a step (default: 64 on a CPU, 256 on a GPU)", 1, 4096)
+    ] = None
     max_queued_requests: Annotated[int, Flag("waiting requests; one more is answered 429", 1, 1_000_000)] = (
         4096
     )
@@ -170,8 +171,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     chunked_prefill_size: Annotated[
-        int, Flag("token budget of a step; longer prompts are split; -1: never split", -1, 2**20)
-    ] = 256
+        int | None,
+        Flag(
+            "token budget of a step; longer prompts are split; -1: never split (default: 256 on a CPU, 2048 "
+            "on a GPU)",
+            -1,
+            2**20,
+        ),
+    ] = None
     schedule_policy: Annotated[
         Literal["lpm", "fcfs", "dfs-weight", "lof", "priority", "fair"],
         Flag(
@@ -265,6 +272,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int | None, Flag("seed of the seeds drawn for requests without one (default: from the system)")
     ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("what is logged")] = "info"
+
+    def on(self, device: Device) -> Config:
+        """With what nobody chose, and depends on what the model runs on."""
+        of_device = _OF_DEVICE[device].items()
+        return msgspec.structs.replace(self, **{k: v for k, v in of_device if getattr(self, k) is None})
+
+    def only_on(self, device: Device) -> Config:
+        """The same where nothing but `device` will do."""
+        return msgspec.structs.replace(self.on(device), device=device)
+
+    @property
+    def rows(self) -> int:
+        """Of a step, at most; of a configuration that is `on` a device."""
+        assert self.max_running_requests is not None, "the device is not known yet"
+        return self.max_running_requests
+
+    @property
+    def chunk(self) -> int:
+        """Token budget of a step, -1 for none; of a configuration that is `on` a device."""
+        assert self.chunked_prefill_size is not None, "the device is not known yet"
+        return self.chunked_prefill_size
 
     def check(self) -> Config:
         """Return self, or raise ConfigError naming the flag, its value and the limit."""
@@ -360,69 +388,16 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser: argparse._ActionsContainer, but: Collection[str] = ()) -> None:
-    """Give `parser` one flag for each field, for its help: `flags.command_line` reads them. Those in `but`
-    are the command's own."""
-    for name, kind, flag in fields():
-        if option(name) in but:
-            continue
-        help_text = flag.help if default(name) in (None, False) else f"{flag.help} (default: {default(name)})"
-        if kind is bool:
-            parser.add_argument(
-                option(name), dest=name, action=argparse.BooleanOptionalAction, help=help_text
-            )
-        else:
-            parser.add_argument(
-                option(name),
-                dest=name,
-                choices=choices(kind) or None,
-                help=help_text,
-                metavar=None if choices(kind) else name.rpartition("_")[2].upper(),
-            )
-
-
-def parse(name: str, text: str, written: str) -> Any:
-    """The value of a field from text, given as `written` (a flag or a variable). Raises ConfigError.
-
-    A number of tokens may end in k, m, g (thousands) or K, M, G (of 1024).
-    """
-    kind = _kind(name)
-    number = text
-    if _plain(kind) is int and (match := _SIZE.fullmatch(text)) is not None:
-        number = f"{float(match[1]) * _UNITS[match[2]]:.0f}"
-    try:
-        return msgspec.convert(number, kind, strict=False)
-    except msgspec.ValidationError:
-        raise _wrong(name, written, text) from None
-
-
-def _wrong(name: str, written: str, value: Any) -> ConfigError:
+def wrong(name: str, written: str, value: Any) -> ConfigError:
     """What a field must be, and what was given as `written`."""
-    listed = choices(_kind(name))
-    wanted = f"{', '.join(listed[:-1])} or {listed[-1]}" if listed else _WANTED[_plain(_kind(name))]
+    listed = choices(kind_of(name))
+    wanted = f"{', '.join(listed[:-1])} or {listed[-1]}" if listed else _WANTED[plain(kind_of(name))]
     return ConfigError(f"{written} must be {wanted}, got {value!r}", param=name)
 
 
-def _kind(name: str) -> Any:
+def kind_of(name: str) -> Any:
     """The type of a field."""
     return next(kind for other, kind, _flag in fields() if other == name)
-
-
-def load(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Config:
-    """The configuration from `values`, then environment variables, then defaults.
-
-    A `SAPWOOD_` variable that means nothing raises ConfigError: it is a misspelt one.
-    """
-    known = {f"SAPWOOD_{name.upper()}" for name in Config.__struct_fields__} | OTHER_VARIABLES
-    unknown = sorted(v for v in environ if v.startswith("SAPWOOD_") and v not in known)
-    if unknown:
-        raise ConfigError(f"unknown environment variable {unknown[0]}; see sapwood serve --help")
-    given = {
-        name: parse(name, environ[variable], variable)
-        for name in Config.__struct_fields__
-        if (variable := f"SAPWOOD_{name.upper()}") in environ and name not in values
-    }
-    return make(**given, **values)
 
 
 def make(**values: Any) -> Config:
@@ -432,13 +407,13 @@ def make(**values: Any) -> Config:
         raise ConfigError(f"unknown option {unknown[0]!r}; see sapwood serve --help", param=unknown[0])
     for name, value in values.items():
         try:
-            msgspec.convert(value, _kind(name))
+            msgspec.convert(value, kind_of(name))
         except msgspec.ValidationError:
-            raise _wrong(name, name, value) from None
+            raise wrong(name, name, value) from None
     return msgspec.convert(values, Config).check()
 
 
-def _plain(kind: Any) -> Any:
+def plain(kind: Any) -> Any:
     """The type of a field that may be None."""
     kinds = [k for k in typing.get_args(kind) if k is not type(None)]
     return kinds[0] if kinds else kind

@@ -23,7 +23,7 @@ from types import TracebackType
 
 from sapwood.srt import child
 from sapwood.srt.child import Child
-from sapwood.srt.config import Config, ModelSource
+from sapwood.srt.config import Config, Device, ModelSource
 from sapwood.srt.errors import ProcessDied
 from sapwood.srt.lifeline import ROLES
 from sapwood.srt.orders import Boot, Died, Drain, Ready, Restart, Serve, Trouble
@@ -164,12 +164,14 @@ class Launcher:
     def _summary(self) -> Serve:
         facts: dict[str, str] = {}
         limit = 0
+        device: Device = "cpu"
         for c in self._children:
             ready = c.ready or Ready()
             facts |= ready.facts
+            device = ready.device or device
             # The scheduler says it, and then the server, what shared prefixes leave.
             limit = ready.max_request_tokens or limit
-        return Serve(limit, facts)
+        return Serve(limit, facts, device)
 
     def watch(self) -> None:
         """Watch until told to stop. Raises ProcessDied when a process ends, or is silent for too long, and
@@ -294,6 +296,8 @@ class Launcher:
             )
         self._replaced.append(now)
         ranks = self._named("worker")
+        # Not on the CPU if the GPU has gone: all is sized for the device, and it would take for ever.
+        self._config = self._config.only_on(self._summary().device)
         self._children = [c for c in self._children if c not in ranks]
         for rank in ranks:
             # Not politely: whom the launcher hangs up on takes the folder of the sockets along.

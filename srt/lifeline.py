@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from sapwood.srt import orders
+from sapwood.srt.config import Device
 from sapwood.srt.errors import RankLost, SapwoodError
 from sapwood.srt.orders import Beat, Boot, Fatal, Ready
 
@@ -104,10 +105,15 @@ class Lifeline:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
 
-    def ready(self, facts: dict[str, str] | None = None, max_request_tokens: int = 0) -> None:
+    def ready(
+        self,
+        facts: dict[str, str] | None = None,
+        max_request_tokens: int = 0,
+        device: Device | None = None,
+    ) -> None:
         """Tell that this process is loaded, and settle its memory as it is then."""
         settle()
-        self._wire.write(Ready(facts or {}, max_request_tokens))
+        self._wire.write(Ready(facts or {}, max_request_tokens, device))
 
     def fatal(self, message: str, expected: bool = False, follows: bool = False) -> None:
         """Tell why this process cannot go on (see `orders.Fatal`)."""

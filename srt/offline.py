@@ -57,12 +57,12 @@ class OfflineRuntime:
             self._connected = True
             self._prefixes = shared_prefixes.read(self.service)
             ready = self._launcher.launch()
+            self.service.take(ready)
             listed = self.run(shared_prefixes.compute(self.service, self._prefixes))
         except BaseException:
             self.close()
             raise
-        self.service.facts = {**ready.facts, **listed}
-        self.service.max_request_tokens = ready.max_request_tokens
+        self.service.facts |= listed
         self.service.state = "ready"
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -126,7 +126,7 @@ class OfflineRuntime:
         self.soon(self.service.client.fail_all, error.info())
 
     def _begun_anew(self, serve: Serve) -> None:
-        self.service.max_request_tokens = serve.max_request_tokens
+        self.service.take(serve)
         with contextlib.suppress(Unavailable):
             self.submit(shared_prefixes.compute_again(self.service, self._prefixes))
 

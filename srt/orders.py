@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from sapwood.srt.config import Config, ModelSource
+from sapwood.srt.config import Config, Device, ModelSource
 from sapwood.srt.messages import Message
 
 
@@ -41,10 +41,11 @@ class Beat(Message):
 
 class Ready(Message):
     """A child can do its work. `facts` are printed at start; `max_request_tokens` is set by the scheduler,
-    which says it again whenever it has begun anew with an empty cache."""
+    which says it again whenever it has begun anew with an empty cache; `device` by the worker."""
 
     facts: dict[str, str] = msgspec.field(default_factory=dict)
     max_request_tokens: int = 0
+    device: Device | None = None
 
 
 class Serve(Message):
@@ -52,6 +53,7 @@ class Serve(Message):
 
     max_request_tokens: int
     facts: dict[str, str]
+    device: Device
 
 
 class Fatal(Message):

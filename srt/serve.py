@@ -51,7 +51,7 @@ def _supervise(launcher: Launcher, config: Config, chosen: dict[str, str], began
         ready = launcher.start()
         _say(
             f"sapwood {sapwood.__version__} is ready after {time.monotonic() - began:.1f} s",
-            *_table({**chosen, **ready.facts, "scheduling": _scheduling(config)}),
+            *_table({**chosen, **ready.facts, "scheduling": _scheduling(config.on(ready.device))}),
         )
     except Interrupted:
         return 0
@@ -155,12 +155,10 @@ def _warn_if_open(config: Config, address: str) -> None:
 
 
 def _scheduling(config: Config) -> str:
-    chunk = config.chunked_prefill_size
-    steps = f"steps of at most {chunk} tokens" if chunk > 0 else "steps of whole prompts"
+    steps = f"steps of at most {config.chunk} tokens" if config.chunk > 0 else "steps of whole prompts"
     overlap = "one after another" if config.disable_overlap_schedule else "planned ahead"
     cache = "off" if config.disable_radix_cache else "on"
-    rows = config.max_running_requests
-    return f"{config.schedule_policy}, {steps} and {rows} rows, {overlap}; prefix cache {cache}"
+    return f"{config.schedule_policy}, {steps} and {config.rows} rows, {overlap}; prefix cache {cache}"
 
 
 def _table(facts: dict[str, str]) -> list[str]:

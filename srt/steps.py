@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sapwood.srt.config import Device
 from sapwood.srt.errors import ErrorInfo
 from sapwood.srt.params import SamplingParams
 
@@ -136,10 +137,11 @@ class StepResult(Message):
 
 
 class WorkerReady(Message):
-    """The weights of worker `index` are loaded; `num_slots` KV slots exist."""
+    """The weights of worker `index` are loaded, on `device`; `num_slots` KV slots exist."""
 
     num_slots: int
     index: int = 0
+    device: Device = "cpu"
 
 
 def pack(values: npt.ArrayLike) -> bytes:

@@ -51,10 +51,23 @@ class Server:
         """The processes by role."""
         found = {}
         for child in psutil.Process(self.launcher.pid).children(recursive=True):
-            argv = child.cmdline()
-            if "sapwood.srt.lifeline" in argv:
-                found[argv[argv.index("sapwood.srt.lifeline") + 1]] = child
+            with contextlib.suppress(psutil.Error):  # one that has just ended
+                argv = child.cmdline()
+                if "sapwood.srt.lifeline" in argv:
+                    found[argv[argv.index("sapwood.srt.lifeline") + 1]] = child
         return found
+
+
+@contextlib.contextmanager
+def held(*processes: psutil.Process) -> Iterator[None]:
+    """They are stopped meanwhile: what they are at is not over before the test has seen to it."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 def free_port() -> int:
@@ -62,6 +75,15 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@contextlib.contextmanager
+def kept_port() -> Iterator[int]:
+    """A free port that nobody else is given meanwhile; who asks for this very one may listen on it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", 0))
+        yield probe.getsockname()[1]
 
 
 def command(model: Path | str | None, **flags: Any) -> list[str]:
@@ -87,7 +109,8 @@ def ready(url: str, launcher: subprocess.Popen[bytes], seconds: float = START_SE
 @contextlib.contextmanager
 def serve(model: Path | str | None, folder: Path, **flags: Any) -> Iterator[Server]:
     """Start a server and wait until it is ready; afterwards it must have left no process behind."""
-    port = free_port()
+    starting = contextlib.ExitStack()
+    port = starting.enter_context(kept_port())
     output = folder / f"serve-{port}.log"
     with output.open("wb") as log:
         argv = command(model, port=port, **{"num_threads": 1, **flags})
@@ -96,9 +119,11 @@ def serve(model: Path | str | None, folder: Path, **flags: Any) -> Iterator[Serv
     family: list[psutil.Process] = []
     try:
         assert ready(server.url, launcher), output.read_text()
+        starting.close()
         family = list(server.children().values())
         yield server
     finally:
+        starting.close()
         if launcher.poll() is None:
             launcher.send_signal(signal.SIGTERM)
         try:
@@ -112,6 +137,15 @@ def serve(model: Path | str | None, folder: Path, **flags: Any) -> Iterator[Serv
             for process in alive:
                 process.kill()
     assert not alive, f"left behind: {alive}\n{output.read_text()}"
+
+
+def lines_of(answer: httpx.Response) -> Iterator[str]:
+    """The lines of a stream. httpx's own end at U+0085 and U+2028 too, which a random text may have."""
+    rest = b""
+    for piece in answer.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.decode()
 
 
 def events(lines: Iterator[str]) -> Iterator[Any]:

@@ -1,15 +1,18 @@
 """The worker on a GPU: one command, under five minutes, a table, and JSON.
 
-    python -m bench.gpu [--json FILE] [--seconds 280] [--only PART,...] [--flashinfer-from DIR]
-                        [--no-flashinfer] [--dry-run]
+    python -m bench.gpu [--json FILE] [--seconds 280] [--only PART,...] [--limit PART=SECONDS ...]
+                        [--flashinfer-from DIR] [--no-flashinfer] [--dry-run]
 
 A model of Llama 3.1 8B's shape with random weights in bf16, behind the worker's own DeviceRunner, which is
 given Steps as the scheduler gives them. Decode is a share of the reading that was measured on the spot (bytes
 of weights and of K and V that a step must read), prefill of the matmul rate. A part that fails, hangs or does
-not fit the time is told as such, and the others go on in a new process. Without FlashInfer (not there, not
-whole, or not compiled in time) attention is torch's SDPA over gathered KV, and the table says so; with
-FlashInfer that is the baseline. `--flashinfer-from` is a folder that is put first on the path, for where only
-a part of the wheel can be brought along. Needs torch, numpy, msgspec, llguidance and, for tests/gpu, pytest.
+not fit the time is told as such, and the others go on in a new process. Kernels of FlashInfer that do not
+compile are done without, and the table says so; without those of decode, or all of FlashInfer, attention is
+torch's SDPA over gathered KV, with FlashInfer the baseline. What is compiled is kept: call `--only kernels`
+before, with `--limit kernels=600 --seconds 700`, and nothing is cut. `--flashinfer-from` is a folder that is
+put first on the path, for where only a part of the wheel can be brought along. Needs torch, numpy, msgspec,
+llguidance and, for tests/gpu, pytest and the C++ kernels: `python setup.py build_ext --inplace` (g++,
+pybind11). docs/gpu.md says what FlashInfer needs to compile.
 
 `--dry-run` runs every part on a CPU that stands in for a GPU, with a tiny model of the same architecture and
 the tests' double of FlashInfer: it shows that the script works, and nothing else.
@@ -20,12 +23,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.parts import NAMES
+from bench.gpu.parts import NAMES, limits_of, needed
 from bench.gpu.report import Report
 from bench.gpu.watch import Crew
 
@@ -33,7 +38,7 @@ SECONDS = 280.0
 
 
 class Bench:
-    """One run: prints as it goes, and writes what there is after each part."""
+    """One run: prints and writes what there is as it goes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._begin = args, time.monotonic()
@@ -41,20 +46,23 @@ class Bench:
         self._report = Report(args.dry_run)
         options = ["--dry-run"] if args.dry_run else []
         options += ["--flashinfer-from", str(args.flashinfer_from.absolute())] if args.flashinfer_from else []
-        self._crew = Crew(options, args.seconds, self._seen, "bench.gpu.child")
+        options += [f"--limit={option}" for option in args.limit]
+        self._crew = Crew(options, args.seconds, self._seen, "bench.gpu.child", limits_of(args.limit))
         self._crew.plain = "--no-flashinfer" if args.no_flashinfer else ""
 
     def run(self, names: list[str]) -> dict[str, Any]:
         if self._args.dry_run:
             print("Dry run on a CPU: no figure below says anything of a GPU.")
         print(f"{'part':<14}{'what':<50}{'figure':>18}  {'share or ratio':<18}goal")
-        self._crew.run(names)
+        try:
+            self._crew.run(names)
+        finally:
+            self._write(self.result())
         result = self.result()
         print(f"\nhardware: {result['hardware']}; attention: {result['backend']}")
         print(f"{result['seconds']} s of {self._args.seconds:.0f}; goals not met: {_goals(result)}")
         if lost := _lost(result):
             print(f"failed, or cut off: {', '.join(lost)}")
-        self._write(result)
         return result
 
     def result(self) -> dict[str, Any]:
@@ -73,7 +81,7 @@ class Bench:
             "command": " ".join(["python -m bench.gpu", *sys.argv[1:]]), "budget": self._args.seconds,
             "seconds": round(time.monotonic() - self._begin, 1), "versions": about.get("versions", {}),
             "backend": self._backend(parts), "no_flashinfer": self._crew.plain or None,
-            "no_graphs": self._crew.no_graphs or None,
+            "without": self._crew.without, "no_graphs": self._crew.no_graphs or None,
             "not_met": [f"{name}: {row['what']}" for name, row in rows if row.get("met") is False],
             "parts": parts,
         }  # fmt: skip
@@ -84,21 +92,26 @@ class Bench:
         used = facts[-1]["attention"] if facts else "unknown: no model was loaded"
         if self._crew.plain:
             used = f"{used}: torch SDPA over gathered KV; no FlashInfer ({self._crew.plain})"
+        elif self._crew.without:
+            used = f"{used}, but without {', '.join(self._crew.without)}"
         if self._crew.no_graphs:
             used = f"{used}; without graphs ({self._crew.no_graphs})"
         return str(used)
 
     def _seen(self, part: str, row: dict[str, Any] | None) -> None:
         if row is not None:
-            print(self._report.take(part, row), flush=True)
-            return
-        outcome = self._crew.outcomes[part]
-        print(self._report.over(part, outcome.status, outcome.reason, outcome.seconds), flush=True)
+            line = self._report.take(part, row)
+        else:
+            outcome = self._crew.outcomes[part]
+            line = self._report.over(part, outcome.status, outcome.reason, outcome.seconds)
+        print(line, flush=True)
         self._write(self.result())
 
     def _write(self, result: dict[str, Any]) -> None:
-        if self._args.json:
-            self._args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if file := self._args.json:
+            whole = file.with_name(f"{file.name}.part")
+            whole.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            os.replace(whole, file)
 
 
 def _lost(result: dict[str, Any]) -> list[str]:
@@ -119,22 +132,33 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all of it (default: {SECONDS})")
     parser.add_argument("--only", default=",".join(NAMES), help=f"parts: {', '.join(NAMES)}")
+    parser.add_argument(
+        "--limit", action="append", default=[], metavar="PART=SECONDS", help="another limit than its own"
+    )
     parser.add_argument("--flashinfer-from", type=Path)
     parser.add_argument("--no-flashinfer", action="store_true", help="measure plain torch")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.only.split(",")) - set(NAMES)):
         parser.error(f"--only {unknown[0]}: parts are {', '.join(NAMES)}")
+    try:
+        limits_of(args.limit)
+    except ValueError as e:
+        parser.error(f"--limit {e}")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parsed(argv)
-    asked = {"found", *args.only.split(",")}
-    result = Bench(args).run([name for name in NAMES if name in asked])
-    failed = _lost(result)
-    return 1 if failed else 0
+    result = Bench(args).run(needed(args.only.split(",")))
+    return 1 if _lost(result) else 0
+
+
+def _end(number: int, _frame: object) -> None:
+    """What runs is ended with this process, and the JSON says what did."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     raise SystemExit(main())

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.parts import least_of, limit_of
+from bench.gpu.parts import least_of, limits_of, short, time_for
 from bench.gpu.place import NotHere, Place, put_first
 from bench.gpu.shape import DRY, FULL
+from bench.gpu.watch import die_with_parent
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -38,10 +39,13 @@ def main() -> int:
     parser.add_argument("--only", required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--plain", default="")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--limit", action="append", default=[])
     parser.add_argument("--flashinfer-from", type=Path)
     args = parser.parse_args()
+    die_with_parent()
     tell = _events()
     names = args.only.split(",")
     tell({"part": names[0], "event": "begin"})
@@ -49,7 +53,7 @@ def main() -> int:
         _run(args, names, tell)
     except Exception as e:  # the process's edge: the one above says that the part has failed, and why
         reason = str(e) if isinstance(e, NotHere) else f"{type(e).__name__}: {e}"
-        tell({"event": "failed", "reason": reason})
+        tell({"event": "failed", "reason": short(reason)})
         if isinstance(e, NotHere):
             return 1
         raise
@@ -62,21 +66,23 @@ def _run(args: argparse.Namespace, names: list[str], tell: Tell) -> None:
 
     until = time.monotonic() + args.seconds
     put_first(args.flashinfer_from)
-    place = Place(args.dry_run, args.plain, args.flashinfer_from)
+    plain = "it is not used" if args.plain else ""
+    place = Place(args.dry_run, plain, args.flashinfer_from, args.without)
+    limits = limits_of(args.limit)
     here = Here(place, DRY if args.dry_run else FULL, lambda row: tell({"event": "row", "row": row}))
     here.graphs = not args.no_graphs
     known = functions()
-    for name in names:
+    for number, name in enumerate(names):
         tell({"part": name, "event": "begin"})
         left = until - time.monotonic()
         if left < least_of(name):
             tell({"event": "skipped", "reason": f"no time is left for it ({left:.0f} s)"})
             continue
-        here.until = time.monotonic() + min(limit_of(name), left)
+        here.until = time.monotonic() + time_for(name, left, names[number + 1 :], limits)
         try:
             known[name](here)
         except NotHere as e:
-            tell({"event": "skipped", "reason": str(e)})
+            tell({"event": "skipped", "reason": short(str(e))})
         else:
             tell({"event": "done"})
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
@@ -13,53 +14,113 @@ import numpy as np
 import torch
 
 from bench.gpu.here import Here
-from bench.gpu.place import NotHere
+from bench.gpu.parts import ATTENTION, CASCADE, FA3, OPS, SINGLE, short
+from bench.gpu.place import NotHere, Place
+from bench.gpu.shape import FULL
+from bench.gpu.watch import die_with_parent
 from sapwood.kernels.flashinfer import jit_progress
 from sapwood.srt.models.device_ops import DeviceOps
 from sapwood.srt.models.registry import spec_of
+from sapwood.srt.models.spec import DecoderSpec
 from sapwood.srt.worker.attention.flashinfer import WORKSPACE_BYTES, FlashInferAttention
 from sapwood.srt.worker.attention.paged import Paged, indptr_of
 from sapwood.srt.worker.kv_pool import KvPool
 
 Call = Callable[[], object]
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOKENS = 64
 """Positions of each of two rows: a tile, which they may share."""
+LOST = {
+    "decode": ATTENTION, "prefill, short chunk": ATTENTION, "prefill, long chunk": FA3, "cascade": CASCADE,
+    "norms": OPS, "rotation, store": OPS, "gate": OPS, "filters": OPS, SINGLE: SINGLE,
+}  # fmt: skip
+"""What is done without where one of these fails."""
 
 
 def kernels(here: Here) -> None:
-    """Raises NotHere where FlashInfer is not; what does not compile ends the process."""
+    """Raises NotHere where FlashInfer is not. Without attention, or with compilers still at work, the process
+    must end."""
     begin = time.perf_counter()
     if (flashinfer := here.place.flashinfer()) is None:
         raise NotHere(here.place.plain)
     here.row("import of FlashInfer", time.perf_counter() - begin, "s")
-    _side_by_side(here, flashinfer, _layer(here, flashinfer) | _attention(here, flashinfer, BF16))
+    spec = spec_of(here.sizes.config)
+    alone = replace(spec, q_heads=spec.kv_heads)
+    calls = _attention(here, flashinfer, spec, BF16)
+    calls[SINGLE] = _attention(here, flashinfer, alone, BF16)["decode"]
+    lost = _side_by_side(here, flashinfer, _layer(here, flashinfer) | calls)
+    if ATTENTION in lost:
+        raise RuntimeError("attention has no kernels")
+    here.place.without |= lost
 
 
 def attention_kernels(here: Here, kv_dtype: torch.dtype) -> None:
     """Those for a pool of another type, if there is FlashInfer."""
     if (flashinfer := here.place.flashinfer()) is not None:
-        _side_by_side(here, flashinfer, _attention(here, flashinfer, kv_dtype))
+        spec = spec_of(here.sizes.config)
+        if lost := _side_by_side(here, flashinfer, _attention(here, flashinfer, spec, kv_dtype)):
+            raise RuntimeError(f"there are no kernels for {', '.join(lost)}")
 
 
-def _side_by_side(here: Here, flashinfer: Any, calls: dict[str, Call]) -> None:
+def of_the_tests(here: Here) -> None:
+    """Those that tests/gpu has beside the model's, all side by side."""
+    flashinfer, calls = here.place.flashinfer(), dict[str, Call]()
+    spec = replace(spec_of(here.sizes.config), q_heads=8, kv_heads=2)
+    for kv_dtype in (BF16, FP8):
+        for head_dim, window in ((128, 0), (64, 0), (256, 0), (128, 16)):
+            for q_heads in (2, 8):
+                kind = replace(spec, head_dim=head_dim, q_heads=q_heads, windows=(window,))
+                made = _attention(here, flashinfer, kind, kv_dtype)
+                calls |= {f"{name}, {kv_dtype}, {head_dim}, {window}, {q_heads}": made[name] for name in made}
+    _side_by_side(here, flashinfer, calls)
+
+
+def _side_by_side(here: Here, flashinfer: Any, calls: dict[str, Call]) -> set[str]:
+    """What is lost of these. Raises RuntimeError if not all have ended in the time that there is."""
     compiled: dict[str, list[str]] = {}
 
     def log(line: str) -> None:
         compiled.setdefault(threading.current_thread().name, []).append(line)
 
-    def timed(name: str, work: Call) -> tuple[str, float]:
+    def timed(name: str, work: Call) -> float:
         threading.current_thread().name = name
         start = time.perf_counter()
         work()
         here.place.wait()
-        return name, time.perf_counter() - start
+        return time.perf_counter() - start
 
-    with jit_progress(flashinfer, log, every=1000.0), ThreadPoolExecutor(len(calls)) as pool:
-        for future in [pool.submit(timed, *call) for call in calls.items()]:
-            name, took = future.result()
-            lines = [line for line in compiled.get(name, []) if line.startswith("compiled ")]
-            here.row(f"{name}: {', '.join(lines) or 'was there'}", took, "s", compiled=lines)
+    lost: set[str] = set()
+    pool = ThreadPoolExecutor(len(calls))
+    with jit_progress(flashinfer, log, every=1000.0):
+        open_ = {pool.submit(timed, name, work): name for name, work in calls.items()}
+        try:
+            for future in as_completed(open_, timeout=max(here.left, 0.0)):
+                name = open_.pop(future)
+                lines = [line for line in compiled.get(name, []) if line.startswith("compiled ")]
+                lost |= _told(here, name, future, lines)
+        except TimeoutError:
+            for name in open_.values():
+                lost |= _lost(here, name, "not compiled in time")
+            raise RuntimeError(f"not compiled in time: {', '.join(open_.values())}") from None
+        finally:
+            pool.shutdown(wait=False)
+    return lost
+
+
+def _told(here: Here, name: str, future: Future[float], compiled: list[str]) -> set[str]:
+    """What is lost with a call that has ended."""
+    if (error := future.exception()) is not None:
+        traceback.print_exception(error)
+        return _lost(here, name, f"failed: {type(error).__name__}: {short(str(error))}")
+    what = f"{name}: {', '.join(compiled) or 'no module compiled'}"
+    here.row(what, future.result(), "s", compiled=compiled)
+    return set()
+
+
+def _lost(here: Here, name: str, why: str) -> set[str]:
+    lost = {LOST[name]} if name in LOST else set()
+    here.row(f"{name}: {why}", None, **({"lost": LOST[name]} if lost else {}))
+    return lost
 
 
 def _layer(here: Here, flashinfer: Any) -> dict[str, Call]:
@@ -85,17 +146,24 @@ def _layer(here: Here, flashinfer: Any) -> dict[str, Call]:
     def gate() -> None:
         ops.gated_mul(zeros(m, 2 * spec.intermediate), spec.activation, zeros(m, spec.intermediate))
 
-    return {"norms": norms, "rotation, store": store, "gate": gate}
+    def filters() -> None:
+        probs = torch.full((1, 128), 1 / 128, device=device)
+        for name, most in (("top_k", torch.ones(1, dtype=torch.int32)), ("top_p", torch.ones(1) / 2)):
+            getattr(flashinfer, f"{name}_renorm_probs")(probs, most.to(device), is_deterministic=True)
+
+    return {"norms": norms, "rotation, store": store, "gate": gate, "filters": filters}
 
 
-def _attention(here: Here, flashinfer: Any, kv_dtype: torch.dtype) -> dict[str, Call]:
+def _attention(here: Here, flashinfer: Any, of: DecoderSpec, kv_dtype: torch.dtype) -> dict[str, Call]:
     """Of each kind of step; on Hopper FlashInfer takes another kernel for more than 64 tokens of a row."""
-    spec, device = replace(spec_of(here.sizes.config), layers=1), here.place.device
+    spec, device = replace(of, layers=1), here.place.device
     pool = KvPool(8 * TOKENS, 1, spec.kv_heads, spec.head_dim, kv_dtype, device)
 
     def attend(count: int, shared: list[int]) -> None:
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         attention = FlashInferAttention(flashinfer, spec, pool, BF16, device, workspace, cascade_bytes=1)
+        if shared:
+            attention.warm_up()
         attention.plan(_paged(device, count, shared))
         qkv = torch.zeros(2 * count, spec.qkv_width, dtype=BF16, device=device)
         attention.attend(0, qkv, torch.zeros_like(qkv[:, : spec.q_heads * spec.head_dim].contiguous()))
@@ -120,3 +188,8 @@ def _paged(device: torch.device, count: int, shared: list[int]) -> Paged:
         last_page_len=torch.ones(2, dtype=torch.int32), kv_indices=torch.cat([slots, own]),
         shared=np.array(shared, np.int32),
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    of_the_tests(Here(Place(False, ""), FULL, lambda row: None, until=time.monotonic() + 3600))

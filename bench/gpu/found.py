@@ -6,6 +6,7 @@ import torch
 
 from bench.gpu.here import Here
 from bench.gpu.place import missing
+from sapwood.kernels import toolkit
 from sapwood.kernels.flashinfer import versions_found
 
 
@@ -18,10 +19,20 @@ def found(here: Here) -> None:
         here.row(f"compute capability {major}.{minor}", None)
         here.row("memory", total / 2**30, "GiB")
         here.row("memory that is free", free / 2**30, "GiB")
-    lacks = missing(place.folder)
-    here.row(f"FlashInfer: {_state(here)}", None, missing=lacks, versions_found=str(versions_found()))
+    lacks, others = missing(place.folder)
+    if not (place.dry or place.plain):
+        lacks += [f"{name}, to compile" for name in toolkit.complete()]
+    here.row(
+        f"FlashInfer: {_state(here)}",
+        None,
+        missing=lacks,
+        optional=others,
+        versions_found=str(versions_found()),
+    )
     for lack in lacks:
         here.row(f"FlashInfer lacks {lack}", None)
+    if others:
+        here.row(f"optional packages that are not there: {', '.join(others)}", None)
 
 
 def _state(here: Here) -> str:

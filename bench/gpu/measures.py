@@ -11,9 +11,9 @@ import torch
 
 from bench.gpu.compiling import attention_kernels
 from bench.gpu.here import Here
-from bench.gpu.parts import RAN
+from bench.gpu.parts import CASCADE, RAN
 from bench.gpu.place import NotHere
-from bench.gpu.session import Pace, Session
+from bench.gpu.session import Pace, Session, before_warm_up, spread_of
 from bench.gpu.shape import prefill_flops, weight_bytes
 from bench.gpu.trace import busiest, exported, gaps, window
 
@@ -25,7 +25,9 @@ CAPTURE_SHARE = 0.5
 
 def model(here: Here) -> None:
     """Load it, run a step of each kind, and make the graphs that will be needed."""
-    session = here.session()
+    begin = time.monotonic()
+    with before_warm_up(lambda: here.row("weights, to be warmed up", time.monotonic() - begin, "s")):
+        session = here.session()
     here.row("loaded, with random weights, K and V", session.load_s, "s", facts=session.facts)
     session.prefill(here.sizes.prefills[0], ahead=1, repeats=1)
     session.decode(here.sizes.pair[1], here.sizes.context, steps=2)
@@ -49,10 +51,12 @@ def prefill(here: Here) -> None:
     session = _ready(here)
     for tokens in here.sizes.prefills:
         _begun, ended = session.prefill(tokens, ahead=2, repeats=here.sizes.repeats)
-        step_s = statistics.median(np.diff(ended))
+        took = np.diff(ended)
+        step_s = statistics.median(took)
         here.row(
             f"{tokens} tokens in one step", tokens / step_s, "tokens/s", step_s=step_s, of="matmul",
-            rate=prefill_flops(session.spec, tokens) / step_s, goal=PREFILL_GOAL,
+            rate=prefill_flops(session.spec, tokens) / step_s, goal=PREFILL_GOAL, batch=1, context=tokens,
+            **spread_of(took),
         )  # fmt: skip
 
 
@@ -63,8 +67,11 @@ def first_token(here: Here) -> None:
     for cached in (sizes.prefix, 0):
         tokens = sizes.prefix + sizes.suffix - cached
         begun, ended = session.prefill(tokens, cached=cached, ahead=1, repeats=sizes.repeats)
-        found[cached] = statistics.median(np.subtract(ended, begun))
-        here.row(f"{cached or 'nothing'} of {sizes.prefix + sizes.suffix} cached", found[cached] * 1e3, "ms")
+        took = np.subtract(ended, begun)
+        found[cached] = statistics.median(took)
+        what = f"{cached or 'nothing'} of {sizes.prefix + sizes.suffix} cached"
+        size = {"batch": 1, "context": sizes.prefix + sizes.suffix}
+        here.row(what, found[cached] * 1e3, "ms", **size, **spread_of(took))
     here.row("not cached / cached", found[0] / found[sizes.prefix], "times")
 
 
@@ -73,16 +80,15 @@ def switches(here: Here) -> None:
     session, context = _ready(here), here.sizes.context
     graphs = bool(session.runner._parts.lanes[0].captured)
     for batch in here.sizes.pair:
-        on = session.decode(batch, context).step_s
-        late = session.decode(batch, context, ahead=1).step_s
-        here.row(f"batch {batch}, overlap on", on * 1e3, "ms/step")
-        here.row(f"batch {batch}, overlap off", late * 1e3, "ms/step", ratio=late / on)
+        on, late = session.decode(batch, context), session.decode(batch, context, ahead=1)
+        _step_row(here, f"batch {batch}, overlap on", batch, on)
+        _step_row(here, f"batch {batch}, overlap off", batch, late, over=on)
         if not graphs:
             here.row(f"batch {batch}, graphs: there are none", None)
             continue
         with session.eager():
-            eager = session.decode(batch, context).step_s
-        here.row(f"batch {batch}, graphs off", eager * 1e3, "ms/step", ratio=eager / on)
+            eager = session.decode(batch, context)
+        _step_row(here, f"batch {batch}, graphs off", batch, eager, over=on)
 
 
 def idle_gaps(here: Here) -> None:
@@ -103,12 +109,14 @@ def cascade(here: Here) -> None:
     session, sizes = _ready(here), here.sizes
     if here.place.plain:
         raise NotHere("attention in plain torch has no cascade")
+    if CASCADE in here.place.without:
+        raise NotHere("its kernels are not there")
     context = sizes.shared + 64
     what = f"{sizes.sharing} rows share {sizes.shared} tokens, cascade"
-    on = session.decode(sizes.sharing, context, shared=sizes.shared).step_s
-    off = session.decode(sizes.sharing, context, shared=sizes.shared, told=False).step_s
-    here.row(f"{what} on", on * 1e3, "ms/step")
-    here.row(f"{what} off", off * 1e3, "ms/step", ratio=off / on)
+    on = session.decode(sizes.sharing, context, shared=sizes.shared)
+    off = session.decode(sizes.sharing, context, shared=sizes.shared, told=False)
+    _step_row(here, f"{what} on", sizes.sharing, on)
+    _step_row(here, f"{what} off", sizes.sharing, off, over=on)
 
 
 def baseline(here: Here) -> None:
@@ -164,6 +172,13 @@ def _capture(here: Here, session: Session, sizes: list[int] | None = None) -> li
     return session.capture(wanted, time.monotonic() + CAPTURE_SHARE * here.left)
 
 
+def _step_row(here: Here, what: str, batch: int, pace: Pace, over: Pace | None = None) -> None:
+    """Its time, also as a multiple of another one's."""
+    more = {} if over is None else {"ratio": pace.step_s / over.step_s}
+    size = {"batch": batch, "context": pace.context}
+    here.row(what, pace.step_s * 1e3, "ms/step", **size, **pace.spread, **more)
+
+
 def _decode_row(
     here: Here, session: Session, batch: int, pace: Pace, goal: float | None, kind: str = "", each: int = 2,
     **more: Any,
@@ -175,6 +190,7 @@ def _decode_row(
     here.row(
         f"batch {batch}, context {here.sizes.context}{kind}", batch / pace.step_s, "tokens/s",
         step_s=pace.step_s, bytes=read, of="read", rate=read / pace.step_s,
+        batch=batch, context=pace.context, **pace.spread,
         **({} if goal is None else {"goal": goal}), **more,
     )  # fmt: skip
 

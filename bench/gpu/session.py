@@ -12,7 +12,7 @@ import select
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bench.gpu.parts import CASCADE
 from bench.gpu.place import NotHere, Place
 from bench.gpu.shape import Sizes
 from sapwood.srt import messages
@@ -35,6 +36,7 @@ from sapwood.srt.models.parallel import Alone
 from sapwood.srt.params import SamplingParams
 from sapwood.srt.worker.attention.gathered import GatheredAttention
 from sapwood.srt.worker.device.build import Site, make_device_runner
+from sapwood.srt.worker.device.runner import DeviceRunner
 from sapwood.srt.worker.grammars import Grammars
 from sapwood.srt.worker.kv_pool import KvPool
 
@@ -47,10 +49,18 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=2**20, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Median seconds from one result to the next, and how many positions each row had then, on average."""
+    """Median seconds from one result to the next, how many positions each row had then, on average, and
+    between which seconds how many were."""
 
     step_s: float
     context: float
+    spread: dict[str, Any]
+
+
+def spread_of(seconds: npt.NDArray[Any]) -> dict[str, Any]:
+    """What a row says beside a median."""
+    lowest, highest = float(seconds.min()), float(seconds.max())
+    return {"lowest_s": lowest, "highest_s": highest, "samples": len(seconds)}
 
 
 class Session:
@@ -64,8 +74,8 @@ class Session:
             self.runner, self.pool, self.facts = self._make(folder, options)
         self._parts = self.runner._parts
         self.spec = self._parts.decoder.spec
-        if place.dry:
-            self._allow_small_cascades()
+        if place.dry or CASCADE in place.without:
+            self._set_cascades(None if CASCADE in place.without else 1)
         self._fill()
         place.wait()
         self.load_s = time.perf_counter() - begin
@@ -80,7 +90,7 @@ class Session:
             "chunked_prefill_size": max(*sizes.prefills, sizes.prefix + sizes.suffix),
             "speculative_num_draft_tokens": 1, "cuda_graph_max_bs": max(sizes.captured), **options,
         }  # fmt: skip
-        site = Site(self.place.accelerator, Alone(), flashinfer, flashinfer)
+        site = Site(self.place.accelerator, Alone(), flashinfer, self.place.operations())
 
         def made(config: Config) -> tuple[Any, KvPool, dict[str, str]]:
             return make_device_runner(config, resolve(config), site, Grammars(_no_engine), 1)
@@ -90,13 +100,15 @@ class Session:
         except ConfigError as e:
             if e.param != "max_total_tokens":
                 raise
-            return made(make(**settings))  # as many as fit: larger batches are then left out
+        # Out here: an exception keeps alive what was made before it. As many as fit: larger batches are then
+        # left out.
+        return made(make(**settings))
 
-    def _allow_small_cascades(self) -> None:
-        """What a tiny model shares is never worth a level."""
+    def _set_cascades(self, worth: int | None) -> None:
+        """For how many positions a level is made: what a tiny model shares is never worth one."""
         for lane in self._parts.lanes:
             if getattr(lane._attention, "_worth", None) is not None:
-                lane._attention._worth = lane._attention._worth_uncaptured = 1
+                lane._attention._worth, lane._attention._worth_uncaptured = worth, worth or 1
 
     def _fill(self) -> None:
         """Random K and V."""
@@ -187,7 +199,8 @@ class Session:
                 )  # fmt: skip
 
         _begun, ended = self.run(made(), ahead)
-        return Pace(statistics.median(np.diff(ended)[WARM:]), context + (WARM + steps) / 2)
+        took = np.diff(ended)[WARM:]
+        return Pace(statistics.median(took), context + (WARM + steps) / 2, spread_of(took))
 
     def prefill(
         self, tokens: int, *, cached: int = 0, ahead: int, repeats: int
@@ -273,6 +286,22 @@ class Session:
             number=self._number, admitted=admitted, samples=messages.pack(np.ones(len(columns["rows"]))),
             **packed,
         )  # fmt: skip
+
+
+@contextmanager
+def before_warm_up(tell: Callable[[], None]) -> Iterator[None]:
+    """Inside, `tell` is called when a model is loaded, before it is warmed up."""
+    warm_up = DeviceRunner.warm_up
+
+    def told(runner: DeviceRunner) -> None:
+        tell()
+        warm_up(runner)
+
+    DeviceRunner.warm_up = told  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DeviceRunner.warm_up = warm_up  # type: ignore[method-assign]
 
 
 def _row_start(row: int, prefix: npt.NDArray[Any]) -> RowStart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import selectors
@@ -10,12 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.parts import BACKEND, MODEL_LESS, RAN, limit_of
+from bench.gpu.parts import ATTENTION, BACKEND, MODEL_LESS, RAN, limit_of
 
 ROOT = Path(__file__).parents[2]
 GRACE = 10.0
@@ -28,11 +29,13 @@ LEAST = 20.0
 """Seconds left with which another process is worth starting."""
 
 Row = dict[str, Any]
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a part: done, failed, skipped or cut; then `reason` says why."""
+    """What became of a part: done, failed, skipped or cut; then `reason` says why. Or it is running."""
 
     status: str = "skipped"
     reason: str | None = "it was not reached"
@@ -45,16 +48,24 @@ class Outcome:
 class Crew:
     """`options` are those of bench.gpu.child. `seen` is called with each row, and when a part is over.
 
-    `plain`: why plain torch is measured, once FlashInfer turns out not to be there or not to work;
-    `no_graphs`: why no graphs are.
+    `limits`: those that are not the parts' own. `plain`: why plain torch is measured, once FlashInfer turns
+    out not to be there or not to work; `without`: what of it is done without, and why; `no_graphs`: why no
+    graphs are.
     """
 
     def __init__(
-        self, options: Sequence[str], seconds: float, seen: Callable[[str, Row | None], None], module: str
+        self,
+        options: Sequence[str],
+        seconds: float,
+        seen: Callable[[str, Row | None], None],
+        module: str,
+        limits: Mapping[str, float] | None = None,
     ) -> None:
         self._options, self._seen, self._module = list(options), seen, module
+        self._limits = limits or {}
         self._until = time.monotonic() + seconds
         self.plain = self.no_graphs = ""
+        self.without: dict[str, str] = {}
         self.outcomes: dict[str, Outcome] = {}
 
     @property
@@ -63,7 +74,7 @@ class Crew:
 
     def run(self, names: Sequence[str]) -> None:
         """All of these parts, each of which has its outcome then."""
-        self.outcomes = {name: Outcome(limit=limit_of(name)) for name in names}
+        self.outcomes = {name: Outcome(limit=limit_of(name, self._limits)) for name in names}
         todo, done = list(names), list[str]()
         while todo:
             if done and self.left < LEAST:
@@ -86,6 +97,8 @@ class Crew:
         if last == "model" and not self.no_graphs and any(row["what"] == RAN for row in outcome.rows):
             self.no_graphs = why
             return ["model", *rest]
+        if last == "kernels" and outcome.status == "failed" and self._some_are_lost:
+            return rest
         if last in BACKEND and not self.plain:
             self.plain = why
             return ["model", *rest] if last == "model" else rest
@@ -94,6 +107,11 @@ class Crew:
             return [name for name in rest if name in MODEL_LESS]
         return rest
 
+    @property
+    def _some_are_lost(self) -> bool:
+        """Whether kernels are done without, and those of attention are there."""
+        return bool(self.without) and ATTENTION not in self.without
+
     def _give_up(self, names: Sequence[str], reason: str) -> None:
         for name in names:
             self.outcomes[name].reason = reason
@@ -101,7 +119,9 @@ class Crew:
 
     def _some(self, todo: list[str]) -> list[str]:
         """The parts that one process has come to, of which the last one may have failed."""
-        options = [*self._options, "--only", ",".join(todo), f"--plain={self.plain}"]
+        options = [*self._options, "--only", ",".join(todo), *(f"--without={name}" for name in self.without)]
+        # Reasons stay here: they may be longer than an argument may be.
+        options += ["--plain"] if self.plain else []
         options += ["--no-graphs"] if self.no_graphs else []
         child = _Child(self._module, options, self.left)
         done = [todo[0]]
@@ -114,7 +134,7 @@ class Crew:
 
     def _follow(self, child: _Child, done: list[str]) -> None:
         """Take in events until the process has ended, or is not to be waited for any longer."""
-        limit = limit_of(done[0]) + START
+        limit = limit_of(done[0], self._limits) + START
         while True:
             outcome = self.outcomes[done[-1]]
             patience = min(outcome.begun + limit, self._until) + GRACE - time.monotonic()
@@ -129,20 +149,26 @@ class Crew:
                 if event["part"] != done[-1]:
                     done.append(event["part"])
                     self._begin(event["part"])
-                    limit = limit_of(event["part"])
+                    limit = limit_of(event["part"], self._limits)
             elif event["event"] == "row":
-                outcome.rows.append(event["row"])
-                self._seen(done[-1], event["row"])
+                self._take(done[-1], event["row"])
             else:
                 outcome.status, outcome.reason = event["event"], event.get("reason")
                 if done[-1] == "kernels" and outcome.status == "skipped":
-                    self.plain = outcome.reason or ""
+                    self.plain = self.plain or outcome.reason or "FlashInfer is not there"
                 self._over(done[-1])
                 if outcome.status == "failed":
                     return
 
+    def _take(self, name: str, row: Row) -> None:
+        self.outcomes[name].rows.append(row)
+        if "lost" in row:
+            self.without.setdefault(row["lost"], row["what"])
+        self._seen(name, row)
+
     def _begin(self, name: str) -> None:
-        self.outcomes[name] = Outcome(reason=None, limit=limit_of(name), begun=time.monotonic())
+        limit = limit_of(name, self._limits)
+        self.outcomes[name] = Outcome("running", None, limit=limit, begun=time.monotonic())
 
     def _over(self, name: str) -> None:
         outcome = self.outcomes[name]
@@ -156,7 +182,7 @@ class _Child:
 
     def __init__(self, module: str, options: Sequence[str], seconds: float) -> None:
         command = [sys.executable, "-m", module, *options, "--seconds", f"{seconds:.1f}"]
-        # A group of its own: what it has started, compilers say, ends with it.
+        # A session of its own: what it has started, compilers say, ends with it.
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)
         assert self._process.stdout is not None
         self._out = self._process.stdout.fileno()
@@ -188,9 +214,29 @@ class _Child:
 
     def kill(self) -> None:
         """End it, and what it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        while found := _of_session(self._process.pid):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
         self._process.wait()
         self._selector.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+
+def die_with_parent() -> None:
+    """This process does not outlive the one that has started it, however that ends."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _of_session(session: int) -> list[int]:
+    """The processes of a session that are not over, in whatever groups they are."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _parent, _group, its, *_more = file.read_text().rpartition(") ")[2].split()
+            if int(its) == session and state not in "ZX":
+                found.append(int(file.parent.name))
+    return found

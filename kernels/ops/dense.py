@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ FP8_BLOCK = 16
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _PIECE = 2**24
 """Values of a weight rounded to 8 bits at a time."""
+_NO_KERNEL = re.compile(r"CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,13 @@ def linear_dense(x: Tensor, weight: DenseWeight, out: Tensor) -> None:
     """`out = x @ weight.T`, summed in float32: x [m, k], out [m, n] of x's type or float32.
 
     Of an 8-bit weight, each row of x is rounded to 8 bits with a scale of its own first (W8A8). On a GPU a
-    row's last bits may depend on m, as the library's kernels do; `widens` must have been asked there before
-    a graph is captured.
+    row's last bits may depend on m, as the library's kernels do; `widens` and `fp8_linear` must have been
+    asked there before a graph is captured, and a product with an 8-bit weight run with the same m.
     """
     if not x.shape[0]:
         return
     if weight.scale is not None:
-        (linear_fp8 if x.is_cuda else linear_fp8_reference)(x, weight, out)
+        (fp8_linear(x.device) if x.is_cuda else linear_fp8_reference)(x, weight, out)
     elif x.dtype is out.dtype and (x.is_cuda or x.dtype is torch.float32):
         torch.mm(x, weight.data.t(), out=out)
     elif x.is_cuda and widens(x.device, x.dtype):
@@ -82,19 +84,57 @@ def linear_dense_reference(x: Tensor, weight: DenseWeight, out: Tensor) -> None:
     out.copy_(x.float() @ weight.data.float().t())
 
 
-def linear_fp8(x: Tensor, weight: DenseWeight, out: Tensor) -> None:
-    """The product with an 8-bit weight by torch's kernel: on a GPU of compute capability 8.9 or higher."""
+class Fp8Linear:
+    """The product with an 8-bit weight by torch's kernels: on a GPU of compute capability 8.9 or higher.
+
+    cuBLAS has no kernel that scales by rows for every shape (on Hopper none for few rows and a long k, see
+    pytorch/ao issue 4582; on compute capability 12.0 none at all): there the product is scaled after it. A
+    shape for which there is none is tried once, and must have been before it is captured in a graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._one = torch.ones((), device=device)
+        self._unscaled: set[tuple[int, int, int]] = set()
+
+    def __call__(self, x: Tensor, weight: DenseWeight, out: Tensor) -> None:
+        rows, scales = quantise_fp8(x)
+        shape = (*weight.data.shape, len(x))
+        if shape not in self._unscaled:
+            if _scaled_by_rows(rows, scales, weight, out):
+                return
+            self._unscaled.add(shape)
+        product = torch._scaled_mm(
+            rows, weight.data.t(), scale_a=self._one, scale_b=self._one,
+            out_dtype=torch.float32, use_fast_accum=False,
+        )  # fmt: skip
+        assert weight.scale is not None
+        torch.mul(product.mul_(scales[:, None]), weight.scale, out=out)
+
+
+def _scaled_by_rows(rows: Tensor, scales: Tensor, weight: DenseWeight, out: Tensor) -> bool:
+    """False where the library has no kernel for it: then nothing was launched."""
     assert weight.scale is not None
-    rows, scales = quantise_fp8(x)
     # bfloat16 is the one type that the row-wise kernels of every torch write. Without fast accumulation:
     # Hopper's 8-bit tensor cores keep 14 bits of a sum.
     direct = {"out": out} if out.dtype is torch.bfloat16 else {}
-    product = torch._scaled_mm(
-        rows, weight.data.t(), scale_a=scales[:, None], scale_b=weight.scale[None, :],
-        out_dtype=torch.bfloat16, use_fast_accum=False, **direct,
-    )  # fmt: skip
+    try:
+        product = torch._scaled_mm(
+            rows, weight.data.t(), scale_a=scales[:, None], scale_b=weight.scale[None, :],
+            out_dtype=torch.bfloat16, use_fast_accum=False, **direct,
+        )  # fmt: skip
+    except RuntimeError as e:
+        if not _NO_KERNEL.search(str(e)):
+            raise
+        return False
     if not direct:
         out.copy_(product)
+    return True
+
+
+@functools.cache
+def fp8_linear(device: torch.device) -> Fp8Linear:
+    """That of a device, of which there is one: what it has found out holds for all weights."""
+    return Fp8Linear(device)
 
 
 def linear_fp8_reference(x: Tensor, weight: DenseWeight, out: Tensor) -> None:

@@ -110,9 +110,10 @@ def draw(
     for span in chunks(n, v * bytes_a_token):
         some = logits[span] if lines is None else logits.index_select(0, lines[span])
         top, best = torch.max(some, -1)  # of several maxima the lowest id; NaN is above all
-        errors, ids = _errors(top), best[:, None]
+        ids, left = best[:, None], None
         if filters is not None and u is not None:
-            ids = _draw(some, top, errors, filters.part(span), u[span], renorm, ids)
+            ids, left = _draw(some, top, filters.part(span), u[span], renorm, ids)
+        errors = _errors(top, left)
         parts.append((ids.masked_fill(errors[:, None] != OK, 0).int(), errors))
     if len(parts) == 1:
         return parts[0]
@@ -122,23 +123,26 @@ def draw(
 def _draw(
     logits: Tensor,
     top: Tensor,
-    errors: Tensor,
     filters: Filters,
     u: Tensor,
     renorm: Renorm | None,
     best: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """The ids, and whether a line has anything left to be drawn, bool [n]; of one that is no distribution
+    both may be anything."""
     greedy = (filters.temperature < GREEDY_BELOW) | (filters.top_k == 1)
     factor = torch.where(greedy, 1.0, filters.temperature.reciprocal())
     weights = (logits - top[:, None]).mul_(factor[:, None]).exp_()
     if renorm is not None:
         # Its kernels look for thresholds: in numbers, whatever comes of it.
-        weights.masked_fill_((errors != OK)[:, None], 1.0)
-    return torch.where(greedy[:, None], best, _at_share(_kept(logits, weights, filters, renorm), u))
+        weights.masked_fill_(~(top.abs() < float("inf"))[:, None], 1.0)
+    ids, totals = _at_share(_kept(logits, weights, filters, renorm), u)
+    return torch.where(greedy[:, None], best, ids), (totals > 0) | greedy
 
 
-def _errors(top: Tensor) -> Tensor:
-    found = torch.where(top > float("-inf"), OK, NOTHING_LEFT)
+def _errors(top: Tensor, left: Tensor | None) -> Tensor:
+    some = top > float("-inf")
+    found = torch.where(some if left is None else some & left, OK, NOTHING_LEFT)
     return torch.where(top < float("inf"), found, NOT_FINITE).int()  # NaN is not less
 
 
@@ -180,8 +184,9 @@ def _ranked(logits: Tensor, counted: Tensor, filters: Filters) -> Tensor:
     return tied.logical_or_(logits > value)
 
 
-def _at_share(counted: Tensor, u: Tensor) -> Tensor:
-    """The first id, in order, at which the cumulative weight exceeds the share `u` of the total."""
+def _at_share(counted: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The first id, in order, at which the cumulative weight exceeds the share `u` of the total; and the
+    totals [n]. Of a total of 0 the id is any number."""
     n, v = counted.shape
     if v % _BLOCK:
         counted = torch.nn.functional.pad(counted, (0, -v % _BLOCK))
@@ -194,7 +199,7 @@ def _at_share(counted: Tensor, u: Tensor) -> Tensor:
     inside = blocks.gather(1, at[:, :, None].expand(-1, -1, _BLOCK)).cumsum_(-1)
     before = sums.gather(1, at) - inside[:, :, -1]
     within = torch.searchsorted(inside, (target - before)[:, :, None], right=True)
-    return at * _BLOCK + within[:, :, 0]
+    return at * _BLOCK + within[:, :, 0], sums[:, -1]
 
 
 def verify(ids: Tensor, errors: Tensor, drafts: Tensor, ends: Tensor) -> Tensor:

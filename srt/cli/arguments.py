@@ -42,7 +42,7 @@ def parse_configured(
     is one more way to give the model. At log level debug tells on stderr what was accepted because it is so
     anyway.
     """
-    config.add_flags(parser.add_argument_group("runtime", FLAGS_HELP), own)
+    command_line.add_flags(parser.add_argument_group("runtime", FLAGS_HELP), own)
     read = command_line.read(arguments, own)
     args, unknown = parser.parse_known_args(read.rest)
     refuse_unknown(unknown, parser_options(parser))

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sapwood.srt import config, requirements
+from sapwood.srt import requirements
 from sapwood.srt.cli.arguments import Parser, add_url_flags, key_for_url, parse_configured, refuse_served
 from sapwood.srt.cli.batch_files import Request, Results, read_requests
 from sapwood.srt.cli.batch_tally import Tally
 from sapwood.srt.cli.generate import quiet
 from sapwood.srt.errors import ConfigError
+from sapwood.srt.flags.values import load
 from sapwood.srt.progress import bar
 
 HELP = """\
@@ -77,10 +78,11 @@ def _runner(args: argparse.Namespace, values: dict[str, Any]) -> Runner:
     key = key_for_url(args, values)
     if args.url is None:
         # Nobody but this process asks: keys from the environment would only be in its way.
-        chosen = config.load({**quiet(values), "api_key": None, "admin_api_key": None})
+        chosen = load({**quiet(values), "api_key": None, "admin_api_key": None})
         requirements.check()
-        workers = args.concurrency or chosen.max_running_requests
-        return lambda left, results, tally, done: run_on_engine(chosen, left, results, tally, done, workers)
+        return lambda left, results, tally, done: run_on_engine(
+            chosen, left, results, tally, done, args.concurrency
+        )
     workers = args.concurrency or WORKERS_AT_URL
     return lambda left, results, tally, done: run_on_url(args.url, key, left, results, tally, done, workers)
 

@@ -24,9 +24,17 @@ Done = Callable[[], None]
 
 
 def run_on_engine(
-    config: Config, requests: list[Request], results: Results, tally: Tally, done: Done, workers: int
+    config: Config,
+    requests: list[Request],
+    results: Results,
+    tally: Tally,
+    done: Done,
+    workers: int | None,
 ) -> None:
-    """Ask the server's own routes, over a runtime of this process. Raises ProcessDied if one of it dies."""
+    """Ask the server's own routes, over a runtime of this process, by default as many at a time as it runs.
+
+    Raises ProcessDied if one of it dies.
+    """
     from sapwood.srt.loader import sources
     from sapwood.srt.metrics import Metrics
     from sapwood.srt.offline import OfflineRuntime
@@ -42,7 +50,8 @@ def run_on_engine(
                 raise from_info(failure)
 
         ask = functools.partial(_ask, client, check=check)
-        runtime.run(_all(ask, requests, results, tally, done, workers))
+        many = workers or runtime.service.config.rows
+        runtime.run(_all(ask, requests, results, tally, done, many))
     finally:
         runtime.close()
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from sapwood.srt import config, requirements
+from sapwood.srt import requirements
 from sapwood.srt.cli.arguments import Parser, add_url_flags, key_for_url, parse_configured, refuse_served
 from sapwood.srt.cli.chat_commands import Chat
 from sapwood.srt.cli.chat_screen import Screen, open_screen
@@ -15,6 +15,7 @@ from sapwood.srt.cli.chat_sources import EngineSource, Source
 from sapwood.srt.cli.ends import terminable
 from sapwood.srt.cli.generate import add_sampling_flags, quiet, sampling_of
 from sapwood.srt.errors import ProcessDied, SapwoodError
+from sapwood.srt.flags.values import load
 
 HELP = """\
 Talk with a model. Without --url it runs here: MODEL is a Hugging Face folder, a .gguf file, org/name on the
@@ -46,7 +47,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
 def _source(args: argparse.Namespace, values: dict[str, Any]) -> Iterator[Source]:
     key = key_for_url(args, values, ("model_path",))
     if args.url is None:
-        chosen = config.load(quiet(values))
+        chosen = load(quiet(values))
         requirements.check(http=False)
         with EngineSource(chosen) as engine:
             yield engine

@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
-from sapwood.srt import config, requirements
+from sapwood.srt import requirements
 from sapwood.srt.cli.arguments import Parser, parse_configured, refuse_served
 from sapwood.srt.cli.ends import terminable
 from sapwood.srt.errors import ConfigError
+from sapwood.srt.flags.values import load
 
 HELP = """\
 Answer one prompt on this machine, without a server, and print the answer as it comes. `-` reads the prompt
@@ -63,7 +64,7 @@ def quiet(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _generate(args: argparse.Namespace, values: dict[str, Any]) -> int:
-    chosen = config.load(quiet(values))
+    chosen = load(quiet(values))
     requirements.check(http=False)
 
     from sapwood.srt.engine import Engine

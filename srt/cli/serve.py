@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from sapwood.srt import config, requirements
+from sapwood.srt import requirements
 from sapwood.srt.cli.arguments import Parser, parse_configured
+from sapwood.srt.flags.values import load
 
 HELP = """\
 Serve a model over HTTP: OpenAI's routes under /v1, and the native ones (/generate, /health, /metrics, ...).
@@ -21,7 +22,7 @@ see --restart-worker). A wrong flag or model: 2.
 def run(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --model-path")
     _, values = parse_configured(parser, arguments)
-    chosen = config.load(values)
+    chosen = load(values)
     requirements.check()
 
     from sapwood.srt.loader import sources

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from sapwood.srt.errors import ConfigError
 from sapwood.srt.flags.entry import ANY, Entry
 from sapwood.srt.flags.keywords import Setting, merge, settings_of
 from sapwood.srt.flags.table import by_name
+from sapwood.srt.flags.values import parse
 
 _SWITCHED = {"true": True, "false": False}
 
@@ -21,6 +23,31 @@ class Read(NamedTuple):
     values: dict[str, Any]
     rest: list[str]
     notes: list[str]
+
+
+def add_flags(parser: argparse._ActionsContainer, but: Collection[str] = ()) -> None:
+    """Give `parser` one flag for each field, for its help: `read` reads them. Those in `but` are
+    the command's own."""
+    for name, kind, flag in config.fields():
+        if config.option(name) in but:
+            continue
+        help_text = (
+            flag.help
+            if config.default(name) in (None, False)
+            else f"{flag.help} (default: {config.default(name)})"
+        )
+        if kind is bool:
+            parser.add_argument(
+                config.option(name), dest=name, action=argparse.BooleanOptionalAction, help=help_text
+            )
+        else:
+            parser.add_argument(
+                config.option(name),
+                dest=name,
+                choices=config.choices(kind) or None,
+                help=help_text,
+                metavar=None if config.choices(kind) else name.rpartition("_")[2].upper(),
+            )
 
 
 def read(arguments: Sequence[str], own: Collection[str] = ()) -> Read:
@@ -135,7 +162,7 @@ def _settings(flag: _Flag, value: Any) -> list[Setting]:
     else:
         found = [Setting(flag.field, value, flag.written if flag.switch else f"{written} {value}")]
     return [
-        setting._replace(value=config.parse(setting.field, setting.value, written))
+        setting._replace(value=parse(setting.field, setting.value, written))
         if isinstance(setting.value, str)
         else setting
         for setting in found

@@ -50,6 +50,8 @@ WARM_UP: dict[Kind, str] = {
 """Compiled at the start, so that what is loaded and filled on first use is there for every fork."""
 LOOK_SECONDS = 0.01
 """At least, between two looks at what a fork has computed."""
+LATE_SECONDS = 0.1
+"""For which a fork whose time is over may still die of it. At low priority that may take it long."""
 
 
 class Setup(msgspec.Struct, array_like=True):
@@ -132,6 +134,8 @@ class _Forks:
         self._setup = setup
         self._engine = engine
         self._running: dict[int, _Fork] = {}
+        self._dying: dict[int, _Fork] = {}
+        """By their pipes, those whose ends have been told."""
         self._unsent = bytearray()
         self._decoder = msgspec.msgpack.Decoder(Job | Stop)
 
@@ -139,7 +143,7 @@ class _Forks:
         """Serve until the other side hangs up."""
         sock, orders = self._sock, self._sock.fileno()
         while True:
-            pipes = {fork.pipe: fork for fork in self._running.values()}
+            pipes = {fork.pipe: fork for fork in self._running.values()} | self._dying
             # Never waiting for the other side to read, which may wait for this one to.
             ready, writable, _ = select.select(
                 [orders, *pipes], [orders] if self._unsent else [], [], self._patience()
@@ -150,6 +154,7 @@ class _Forks:
                 if pipe != orders:
                     self._hear(pipes[pipe])
             self._lower()
+            self._give_up()
             if orders in ready:
                 if (frame := read(sock)) is None:
                     return
@@ -163,7 +168,19 @@ class _Forks:
 
     def _patience(self) -> float | None:
         left = [self._setup.low_seconds - fork.seconds() for fork in self._running.values() if not fork.low]
+        left += [self._time(fork) for fork in self._running.values()]
         return max(LOOK_SECONDS, min(left)) if left else None
+
+    def _time(self, fork: _Fork) -> float:
+        """What is left of it."""
+        return fork.began + self._setup.wall_seconds + LATE_SECONDS - time.monotonic()
+
+    def _give_up(self) -> None:
+        """Tell the ends of those whose time is over, and wait for none to be dead: others wait for that."""
+        for fork in [fork for fork in self._running.values() if self._time(fork) <= 0]:
+            os.kill(fork.pid, signal.SIGKILL)
+            self._dying[fork.pipe] = self._running.pop(fork.number)
+            self._tell(Ended(fork.number, fork.seconds(), None, signal.SIGALRM))
 
     def _lower(self) -> None:
         for fork in self._running.values():
@@ -208,8 +225,10 @@ class _Forks:
             fork.result += data
             return
         os.close(fork.pipe)
-        del self._running[fork.number]
         _, status, used = os.wait4(fork.pid, 0)
+        if self._dying.pop(fork.pipe, None) is not None:
+            return
+        del self._running[fork.number]
         outcome = None
         if status == 0:
             outcome = msgspec.msgpack.decode(fork.result, type=Outcome)

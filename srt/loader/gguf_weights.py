@@ -17,6 +17,8 @@ from sapwood.srt.loader.gguf_names import TABLES, family_of
 from sapwood.srt.loader.gguf_parts import GgufFile
 from sapwood.srt.loader.packing import Matrix
 
+_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
 
 class GgufReader:
     """Reads by Hugging Face name, and gives each tensor as the Hugging Face checkpoint has it: rows that the
@@ -67,4 +69,4 @@ class GgufReader:
 
 def _piece(rows: npt.NDArray[np.uint8], kind: str, begin: int, end: int) -> Tensor | Codes:
     part = rows[begin:end]
-    return codes_of(part, kind) if kind in QUANTISED else torch.from_numpy(dequantise(part, kind))
+    return codes_of(part, kind) if kind in QUANTISED else torch.from_numpy(part).view(_FLOATS[kind])

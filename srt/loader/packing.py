@@ -16,6 +16,8 @@ from sapwood.srt.models.weights import Storage
 
 PIECE = 2**18
 """Values unpacked at a time."""
+COPIED = 2**22
+"""Values that are given as they are stored at a time: beside one copy the calls for it take no time."""
 
 _FORMATS: dict[Storage, str] = {"float32": "float32", "float16": "float16", "w8": "q8", "w4": "q4"}
 
@@ -25,7 +27,8 @@ class Matrix:
     """A matrix [n, k] in a file.
 
     `kind` is what its type is called, `format` the smallest packed format that holds its values as they are,
-    `rows(begin, end)` some of its rows: a float32 tensor of its own memory or, of a quantised one, codes.
+    `rows(begin, end)` some of its rows: floats as they are stored, which may lie in the file's own memory and
+    in strides, or, of a quantised one, codes.
     """
 
     name: str
@@ -36,9 +39,15 @@ class Matrix:
     rows: Callable[[int, int], Tensor | Codes]
 
     def floats(self, begin: int, end: int) -> Tensor:
-        """Some of its rows in float32."""
-        rows = self.rows(begin, end)
-        return torch.from_numpy(rows.values()) if isinstance(rows, Codes) else rows
+        """Some of its rows in float32, contiguous and of their own memory."""
+        return _in_float32(self.rows(begin, end))
+
+    def pieces(self) -> Iterator[Tensor]:
+        """All its rows in order, some at a time: floats as `rows` gives them, codes in float32."""
+        step = max(1, (PIECE if FORMATS[self.format].dtype is None else COPIED) // self.k)
+        for begin in range(0, self.n, step):
+            rows = self.rows(begin, min(self.n, begin + step))
+            yield _in_float32(rows) if isinstance(rows, Codes) else rows
 
     def cut(self, rows: range | None, columns: range | None, group: int = 1) -> Matrix:
         """Those rows and columns of it. Raises ModelError for columns that part a group of codes or, where
@@ -53,7 +62,7 @@ class Matrix:
             if isinstance(values, Codes):
                 self._require_groups(across, values.group)
                 return values.cut(across)
-            return values[:, across.start : across.stop].contiguous()
+            return values[:, across.start : across.stop]
 
         return replace(self, n=len(down), k=len(across), rows=some)
 
@@ -119,8 +128,14 @@ def _pack(parts: Sequence[tuple[Matrix, Tensor | Codes]], format: str, storage: 
     return pack_codes(codes, scales, lows, format)
 
 
+def _in_float32(rows: Tensor | Codes) -> Tensor:
+    if isinstance(rows, Codes):
+        return torch.from_numpy(rows.values())
+    return rows.to(torch.float32, copy=True).contiguous()
+
+
 def _floats(matrix: Matrix, rows: Tensor | Codes, format: str) -> Tensor:
-    floats = torch.from_numpy(rows.values()) if isinstance(rows, Codes) else rows
+    floats = _in_float32(rows)
     loses = format == "float16" and matrix.format != "float16"
     if loses and not float(floats.abs().max()) <= LARGEST_HALF:
         raise ModelError(
@@ -137,6 +152,6 @@ def _quantised(matrix: Matrix, rows: Tensor | Codes, storage: Storage) -> Codes:
             param="quantization",
         )
     try:
-        return (quantise8 if storage == "w8" else quantise4)(rows.numpy())
+        return (quantise8 if storage == "w8" else quantise4)(_in_float32(rows).numpy())
     except OverflowError as e:
         raise ModelError(f"{matrix.name} cannot be rounded to {storage}: {e}") from None

@@ -18,7 +18,7 @@ FORMATS = {"F32": "float32", "F16": "float16", "BF16": "float32"}
 
 
 class SafetensorsReader:
-    """Reads float32, float16 and bfloat16 tensors as float32.
+    """Reads float32, float16 and bfloat16 tensors: as float32, or the rows of a matrix as they are stored.
 
     Raises ModelError naming a file that is cut short, a tensor that two files hold or that the index places
     where it is not, and, when it is read, a tensor of another type.
@@ -56,7 +56,7 @@ class SafetensorsReader:
 
         def rows(begin: int, end: int) -> Tensor:
             part: Tensor = view[begin:end]
-            return part.to(torch.float32, copy=True).contiguous()
+            return part
 
         n, k = self._shapes[name]
         return Matrix(name, n, k, kind, FORMATS[kind], rows)

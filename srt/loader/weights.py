@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,10 +15,10 @@ from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import ModelError
 from sapwood.srt.loader.codes import GROUP
 from sapwood.srt.loader.kept_weights import KeptWeights
-from sapwood.srt.loader.packing import PIECE, Matrix, pack_matrices
+from sapwood.srt.loader.packing import Matrix, pack_matrices
 from sapwood.srt.models.registry import spec_of
 from sapwood.srt.models.spec import EMBEDDING, HEAD, DecoderSpec, tensor_shapes
-from sapwood.srt.models.weights import Part, Storage
+from sapwood.srt.models.weights import Part, Storage, Stored
 
 _log = logging.getLogger("sapwood")
 _SHOWN = 5
@@ -96,11 +96,9 @@ class Weights:
         self._packed.append((weight, {noted.get(kind, kind) for kind in kinds}))
         return weight
 
-    def floats(self, parts: Sequence[Part]) -> Iterator[Tensor]:
-        for matrix in map(self._matrix, parts):
-            step = max(1, PIECE // matrix.k)
-            for begin in range(0, matrix.n, step):
-                yield matrix.floats(begin, min(matrix.n, begin + step))
+    def stored(self, part: Part) -> Stored:
+        matrix = self._matrix(part)
+        return Stored(matrix.n, matrix.k, matrix.pieces())
 
     def _matrix(self, part: Part, group: int = 1) -> Matrix:
         whole = self._reader.matrix(part.name)

@@ -137,17 +137,17 @@ class Decoder(Generic[W]):
         return self._buffer("hidden", m, self.spec.hidden)
 
     def normed(self, hidden: Tensor, index: Tensor) -> Tensor:
-        """Rows `index` (int32 or int64 [s]) of `hidden` after the final norm: [s, hidden].
+        """Rows `index` (int32 or int64 [s], on its device) of `hidden` after the final norm: [s, hidden].
 
         Valid until the next call.
         """
         chosen = self._buffer("chosen", index.shape[0], self.spec.hidden)
-        torch.index_select(hidden, 0, index.to(hidden.device, non_blocking=True), out=chosen)
+        torch.index_select(hidden, 0, index, out=chosen)
         self.ops.rms_norm(chosen, self._final_norm, self.spec.rms_eps, chosen)
         return chosen
 
     def logits(self, hidden: Tensor, index: Tensor) -> Tensor:
-        """The logits at rows `index` (int32 or int64 [s]) of `hidden`: float32 [s, vocab].
+        """The logits at rows `index` (int32 or int64 [s], on its device) of `hidden`: float32 [s, vocab].
 
         Valid until the next call.
         """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels.ops.activation import gated_mul_reference
-from sapwood.kernels.ops.dense import FP8, DenseWeight, fp8_weight, linear_dense, widens
+from sapwood.kernels.ops.dense import FP8, DenseWeight, fp8_linear, fp8_weight, linear_dense, widens
 from sapwood.kernels.ops.norm import head_norm_reference, rms_norm_reference
 from sapwood.kernels.ops.rope import rope_reference, saturated_fp8, store_kv
 from sapwood.srt.errors import ConfigError
@@ -71,6 +71,8 @@ class DeviceOps:
         if device.type == "cuda":
             self._check_capability(torch.cuda.get_device_capability(device))
             widens(device, dtype)
+            if self._quantized:
+                fp8_linear(device)
 
     def _check_capability(self, capability: tuple[int, int]) -> None:
         if self.dtype is torch.bfloat16 and capability < _BFLOAT16_CAPABILITY:

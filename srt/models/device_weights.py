@@ -14,27 +14,36 @@ from sapwood.srt.models.weights import Part, WeightSource
 def device_matrix(
     source: WeightSource, parts: Sequence[Part], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """The rows of these parts one after another, [n, k] of `dtype` on `device`: allocated once, filled from
-    pinned memory a piece at a time. Pieces may come from the device already.
+    """The rows of these parts one after another, [n, k] of `dtype` on `device`: allocated once, and filled a
+    piece at a time from pinned memory, to which what is stored is copied as it is. Pieces may come from the
+    device already.
 
     Raises ModelError, naming the part, for values that float16 cannot hold.
     """
-    pieces = [_rounded(rows, part, dtype) for part in parts for rows in source.floats([part])]
-    shape = (sum(len(piece) for piece in pieces), pieces[0].shape[1])
-    matrix = torch.empty(shape, dtype=dtype, device=device)
+    found = [source.stored(part) for part in parts]
+    matrix = torch.empty((sum(part.n for part in found), found[0].k), dtype=dtype, device=device)
     begin = 0
-    for piece in pieces:
-        staged = piece.pin_memory() if device.type == "cuda" and not piece.is_cuda else piece
-        # torch keeps pinned memory until the copies from it are done.
-        matrix[begin : begin + len(piece)].copy_(staged, non_blocking=True)
-        begin += len(piece)
+    for part, stored in zip(parts, found, strict=True):
+        for piece in stored.pieces:
+            place = matrix[begin : begin + len(piece)]
+            begin += len(piece)
+            sent = piece if piece.device.type == device.type else _pinned(piece)
+            if piece.dtype is not dtype:
+                sent = sent.to(device, non_blocking=True)  # a copy that converts does so where it comes from
+                _require_held(sent, part, dtype)
+            # torch keeps pinned memory until the copies from it are done.
+            place.copy_(sent, non_blocking=True)
     return matrix
 
 
-def _rounded(rows: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
+def _pinned(piece: Tensor) -> Tensor:
+    """Contiguous, so that it goes in one copy."""
+    return torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True).copy_(piece)
+
+
+def _require_held(rows: Tensor, part: Part, dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     if dtype is torch.float16 and not float(rows.abs().max()) <= largest:
         raise ModelError(
             f"{part} holds values beyond {largest:g}, the largest of float16: use --dtype bfloat16"
         )
-    return rows.to(dtype)

@@ -28,6 +28,16 @@ class Part(NamedTuple):
         return self.name if self.rows is self.columns is None else f"{self.name}[{','.join(cuts)}]"
 
 
+class Stored(NamedTuple):
+    """A matrix [n, k], or what was asked for of it: `pieces` are its rows in order, some at a time. Floats
+    are of the type that they are stored in, and may lie in the file's own memory, in strides: they are to be
+    copied, not changed. Quantised ones are float32. On the CPU, or where they were drawn."""
+
+    n: int
+    k: int
+    pieces: Iterator[Tensor]
+
+
 class WeightSource(Protocol):
     """Tensors of one model, every one already known to be there in the right shape."""
 
@@ -37,8 +47,7 @@ class WeightSource(Protocol):
     def linear(self, names: Sequence[Part], storage: Storage) -> PackedWeight:
         """The rows of these parts one after another, as one weight."""
 
-    def floats(self, parts: Sequence[Part]) -> Iterator[Tensor]:
-        """The same rows, some at a time, in float32: on the CPU, or where they were drawn."""
+    def stored(self, part: Part) -> Stored: ...
 
     def vector(self, name: str) -> Tensor:
         """A float32 vector of its own memory."""

@@ -17,7 +17,7 @@ from sapwood.srt import log, messages
 from sapwood.srt.cache.radix import RadixTree
 from sapwood.srt.cache.slots import SlotPool
 from sapwood.srt.channel import HIGH_WATER, Inbox, Outbox, frames
-from sapwood.srt.config import Config, ModelSource
+from sapwood.srt.config import Config, Device, ModelSource
 from sapwood.srt.errors import ErrorInfo, Overloaded, ProcessDied, Unavailable
 from sapwood.srt.lifeline import Lifeline
 from sapwood.srt.messages import (
@@ -51,9 +51,14 @@ RECENT_STEPS = 8
 
 
 def make_state(
-    config: Config, source: ModelSource, num_slots: int, clock: Callable[[], float] = time.monotonic
+    config: Config,
+    source: ModelSource,
+    num_slots: int,
+    clock: Callable[[], float] = time.monotonic,
+    device: Device = "cpu",
 ) -> State:
     """An empty pool of `num_slots`, an empty tree, no rows. A pool below the context length caps requests."""
+    config = config.on(device)
     seed = config.random_seed if config.random_seed is not None else int.from_bytes(os.urandom(8), "little")
     eos_ids = np.array(sorted(source.eos_ids), dtype=np.int32)
     outputs = OutputEstimate(config.schedule_conservativeness)
@@ -78,7 +83,7 @@ def _empty(
         context_length=context_length,
         pool=pool,
         tree=tree,
-        rows=Rows(config.max_running_requests, limit),
+        rows=Rows(config.rows, limit),
         queue=Queue(tree, config, step_budget(config, context_length), outputs),
         outputs=outputs,
         max_request_tokens=limit,
@@ -292,7 +297,8 @@ class SchedulerProcess:
         self._inbox = inbox
         self._posts = posts
         self._worker = WorkerLink(boot.directory, boot.config.tensor_parallel_size)
-        self._scheduler = Scheduler(make_state(boot.config, boot.source, ready.num_slots), self._worker.send)
+        state = make_state(boot.config, boot.source, ready.num_slots, device=ready.device)
+        self._scheduler = Scheduler(state, self._worker.send)
         self._guard = Guard(self._scheduler, self._tell_ready)
         self._reporter = Reporter()
         self._orders: deque[Any] = deque()

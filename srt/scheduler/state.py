@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 def step_budget(config: Config, context_length: int) -> int:
     """Tokens of one step; without chunks a step takes whole prompts up to the context length."""
-    size = config.chunked_prefill_size
-    return context_length if size < 0 else size
+    return context_length if config.chunk < 0 else config.chunk
 
 
 @dataclass(slots=True)

@@ -158,8 +158,7 @@ class Server:
 
     def _obey(self, command: Any) -> None:
         if isinstance(command, Serve):
-            self._service.facts = command.facts
-            self._service.max_request_tokens = command.max_request_tokens
+            self._service.take(command)
             if self._service.state == "loading":
                 self._service.state = "ready"
             elif self._prefixes:

@@ -230,7 +230,7 @@ class _Scoring:
             scheduling=structs.replace(self._asked.place.scheduling, queue_timeout=None)
         )
         config = self._service.config
-        together = min(config.max_running_requests, config.max_queued_requests)
+        together = min(config.rows, config.max_queued_requests)
         while rows := self._tree.rows():
             for at in range(0, len(rows), together):
                 await self._judge(rows[at : at + together], place)

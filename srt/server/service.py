@@ -14,6 +14,7 @@ from sapwood.srt.config import Config, ModelSource
 from sapwood.srt.errors import BadRequest, ContextTooLong, ModelNotFound, Overloaded, Unavailable
 from sapwood.srt.messages import Ids, IdsPrompt, TextPrompt, pack
 from sapwood.srt.names import Rid
+from sapwood.srt.orders import Serve
 from sapwood.srt.params import Constraint, Parsing, SamplingParams
 from sapwood.srt.server import sampling
 from sapwood.srt.server.tenants import Place, Tenants
@@ -30,7 +31,7 @@ QUESTION_TOKENS = 65_536
 
 
 class Service:
-    """One model behind one client. It begins as loading; `facts` and `max_request_tokens` come when ready."""
+    """One model behind one client. It begins as loading; what `take` gets comes when ready."""
 
     def __init__(self, config: Config, source: ModelSource, client: Client) -> None:
         self.config = config
@@ -47,6 +48,12 @@ class Service:
         self.requests: RequestLog | None = None
         self.questions = asyncio.Semaphore(QUESTIONS)
         """For those that belong to requests: as many as these may be, each waits for its turn here."""
+
+    def take(self, serve: Serve) -> None:
+        """What is known only once all processes are ready."""
+        self.config = self.config.on(serve.device)
+        self.facts = serve.facts
+        self.max_request_tokens = serve.max_request_tokens
 
     @property
     def longest(self) -> int:
@@ -121,11 +128,11 @@ class Service:
         sampling.check_told(items, self.longest, native=field in ("text", "input_ids", "input"))
         # Counted here too: what has not reached the scheduler yet must not pile up without bound.
         limit = self.config.max_queued_requests
-        room = limit + self.config.max_running_requests - self.client.live
+        room = limit + self.config.rows - self.client.live
         if len(items) > room:
             raise Overloaded(
                 f"{self.client.live} requests are running or waiting; at most"
-                f" {self.config.max_running_requests} run (--max-running-requests) and {limit} wait"
+                f" {self.config.rows} run (--max-running-requests) and {limit} wait"
                 " (--max-queued-requests)"
             )
         if self.config.skip_tokenizer_init and not all(isinstance(p, IdsPrompt) for p, _params in items):

@@ -65,6 +65,7 @@ def make_follower(config: Config, source: ModelSource, group: Group) -> tuple[Fo
 
 def load(config: Config, source: ModelSource, group: Group) -> Loaded:
     """The group's ranks do this together: their pools have equally many slots."""
+    config = config.on("cpu")
     threads, why_threads = choose_threads(config, group.size)
     try:
         isa = native.load(config.cpu_isa, threads)
@@ -81,7 +82,7 @@ def load(config: Config, source: ModelSource, group: Group) -> Loaded:
     num_slots = group.smallest(num_slots)
     pool = KvPool(num_slots, spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
     tokens = TokenPool(
-        config.max_running_requests,
+        config.rows,
         min(source.context_length, num_slots),
         spec.vocab,
         spec.hidden,

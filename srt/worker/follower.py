@@ -13,7 +13,7 @@ from sapwood.srt import messages
 from sapwood.srt.messages import Step, TokenLogprob
 from sapwood.srt.models.decoder import Batch, Decoder
 from sapwood.srt.models.parallel import Group
-from sapwood.srt.worker.reader import PromptReader
+from sapwood.srt.worker.reader import Int64s, PromptReader
 from sapwood.srt.worker.runner import batch_of, lines_of, places_of
 from sapwood.srt.worker.token_pool import TokenPool
 
@@ -66,6 +66,9 @@ class _Unread:
     """`reader.Fetch` of what nobody asks for."""
 
     at_once = False
+
+    def places(self, places: Int64s, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(places)
 
     def logprobs(
         self, logits: torch.Tensor, source: Int32s, ids: Int32s, tops: Int32s, chosen: Mapping[int, Int32s]

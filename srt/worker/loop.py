@@ -75,19 +75,22 @@ def main(boot: Boot, lifeline: Lifeline) -> None:
     inbox = Inbox(boot.directory, inbox_of(boot.rank), boot.index)
     choice = choose(boot.config)
     device = torch.device("cuda", boot.rank) if choice.device == "cuda" else torch.device("cpu")
-    with _group(boot, device) as group:
+    if device.type == "cuda":
+        # Before anything of CUDA's is used: it would be used on the first GPU, by every rank.
+        torch.cuda.set_device(device)
+    with _group(boot, device, lifeline) as group:
         if group.rank == 0:
             _lead(boot, lifeline, inbox, choice, group)
         else:
             _follow(boot, lifeline, inbox, choice, group)
 
 
-def _group(boot: Boot, device: torch.device) -> AbstractContextManager[Group]:
+def _group(boot: Boot, device: torch.device, lifeline: Lifeline) -> AbstractContextManager[Group]:
     if boot.config.tensor_parallel_size == 1:
         return nullcontext(Alone())
     from sapwood.srt.worker import ranks  # torch.distributed, which one process alone does without
 
-    return ranks.joined(boot, device)
+    return ranks.joined(boot, device, lifeline)
 
 
 def make(
@@ -133,8 +136,8 @@ def _lead(boot: Boot, lifeline: Lifeline, inbox: Inbox, choice: Choice, group: G
     grammars.start()
     runner, num_slots, facts = make(boot.config, boot.source, choice, group, grammars)
     inbox.watch(grammars.fileno(), runner.fileno())
-    scheduler.send(WorkerReady(num_slots, boot.index))
-    lifeline.ready(facts)
+    scheduler.send(WorkerReady(num_slots, boot.index, choice.device))
+    lifeline.ready(facts, device=choice.device)
     _log.debug("ready")
     while True:
         turn(inbox, scheduler, runner, grammars)
@@ -155,8 +158,6 @@ def _follow(boot: Boot, lifeline: Lifeline, inbox: Inbox, choice: Choice, group:
 def turn(inbox: Inbox, scheduler: Outbox, runner: Runs, grammars: Grammars) -> None:
     """Wait for messages, for grammars that are loaded, for steps that have ended; answer what there is."""
     received = inbox.receive(IDLE_SECONDS if runner.has_spare_work() else None)
-    if not received:
-        runner.idle()
     for message in received:
         if isinstance(message, LoadGrammar):
             grammars.load(message)
@@ -166,6 +167,9 @@ def turn(inbox: Inbox, scheduler: Outbox, runner: Runs, grammars: Grammars) -> N
             assert isinstance(message, Step)
             _send(scheduler, *runner.start(message))
     _send(scheduler, *runner.finished(), *grammars.finished())
+    # A wake-up is not idleness: what it told of may have the scheduler send a step at once.
+    if inbox.timed_out:
+        runner.idle()
 
 
 def _send(scheduler: Outbox, *answers: StepResult | GrammarLoaded) -> None:

@@ -7,8 +7,9 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,12 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sapwood.srt.errors import ConfigError, RankLost
+from sapwood.srt.lifeline import FATAL_EXIT, Lifeline
 from sapwood.srt.models.parallel import Group
 from sapwood.srt.orders import Boot
 from sapwood.srt.worker import listeners
 
 PATIENCE = datetime.timedelta(days=1)
 """When a rank is dead is the launcher's to say, not a timeout's: loading, or compiling, may take long."""
+TOLD_SECONDS = 10.0
+EXCHANGE_SECONDS = 120.0
+"""For the first exchange, which only needs that all ranks are there and can reach each other: where two GPUs
+cannot, NCCL does not say so, but waits."""
 LOST_SECONDS = 5.0
 """For which a rank that has lost another one waits to be ended: that it is the launcher sees at once, and
 tells of the one that died, not of those that it took along."""
@@ -40,11 +46,16 @@ _log = logging.getLogger("sapwood")
 
 
 @contextmanager
-def joined(boot: Boot, device: torch.device) -> Iterator[Group]:
-    """The ranks of this process's worker, once all are there."""
+def joined(boot: Boot, device: torch.device, lifeline: Lifeline) -> Iterator[Group]:
+    """The ranks of this process's worker, once all are there. The process is ended where they cannot talk."""
     meeting = Path(boot.directory) / f"ranks-{boot.index}"
+
+    def end(why: str) -> None:
+        lifeline.fatal(why, expected=True)
+        os._exit(FATAL_EXIT)
+
     try:
-        yield Ranks(boot.rank, boot.config.tensor_parallel_size, meeting, device)
+        yield Ranks(boot.rank, boot.config.tensor_parallel_size, meeting, device, end)
     except RankLost:
         time.sleep(LOST_SECONDS)
         raise
@@ -59,9 +70,13 @@ class Ranks:
     nothing is pickled. Once all are connected gloo's listeners answer nobody, where the system can do that
     (Linux); NCCL's stay open, as it connects anew when a buffer is first used. No two may be made in one
     process. Every method may raise RankLost.
+
+    `give_up` is told, by another thread, if the first exchange takes longer than EXCHANGE_SECONDS.
     """
 
-    def __init__(self, rank: int, size: int, meeting: Path, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, size: int, meeting: Path, device: torch.device, give_up: Callable[[str], object]
+    ) -> None:
         self.rank, self.size = rank, size
         self._device = device
         self._gpu = device.type == "cuda"
@@ -71,15 +86,20 @@ class Ranks:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # all connect now, or some would find the listeners shut
         before = listeners.listening()
         try:
-            self._meet(meeting)
+            with _watched("the meeting of the ranks"):
+                self._meet(meeting)
         except RuntimeError as e:
             raise ConfigError(
                 f"the ranks cannot meet in {meeting.parent}: {_told(e)}; "
                 "set TMPDIR if that folder is at fault"
             ) from None
+        over, hint = "gloo", ""
+        if self._gpu:
+            over, hint = "NCCL", ": NCCL_DEBUG=INFO tells more, NCCL_P2P_DISABLE=1 may help"
+        with _watched(f"the first exchange between ranks over {over}", hint, give_up):
+            self.smallest(0)
         if self._gpu:
             return
-        self.smallest(0)
         if not listeners.shut(but=before):
             _log.debug("the ranks' listeners stay open to everybody on this machine")
 
@@ -134,10 +154,42 @@ class Ranks:
             if self._room.numel() < size:
                 self._room = torch.empty(size)
             room = self._room[:size]
-        parts = list(room.view(self.size, *own.shape))
         with self._together:
-            dist.all_gather(parts, own)
-        return parts
+            _gather(room.view(self.size * own.shape[0], *own.shape[1:]), own)
+        return list(room.view(self.size, *own.shape))
+
+
+@contextmanager
+def _watched(what: str, hint: str = "", give_up: Callable[[str], object] | None = None) -> Iterator[None]:
+    """Inside, the log is told every TOLD_SECONDS how long it has taken so far; and `give_up`, if there is
+    one, after EXCHANGE_SECONDS."""
+    began, done = time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        while not done.wait(TOLD_SECONDS):
+            seconds = time.monotonic() - began
+            words = f"{what} takes {seconds:.0f} s{hint}"
+            if give_up is not None and seconds >= EXCHANGE_SECONDS:
+                give_up(words)
+                return
+            _log.warning(words)
+
+    ticker = threading.Thread(target=tick, name="ranks meet", daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()
+
+
+def _gather(room: Tensor, own: Tensor) -> None:
+    """All ranks' tensors one after another into `room`; into a list of tensors NCCL goes by way of a room of
+    its own."""
+    gather: Callable[[Tensor, Tensor], object] = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as torch < 2.13 calls it
+    )
+    gather(room, own)
 
 
 class _Together:

@@ -18,6 +18,7 @@ from sapwood.srt.worker.logprobs import token_logprobs
 from sapwood.srt.worker.token_pool import Reading, TokenPool
 
 Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 
 PIECE_ROWS = 128
 PIECE_BYTES = 2**25
@@ -59,6 +60,9 @@ class Fetch(Protocol):
 
     at_once: bool
 
+    def places(self, places: Int64s, device: torch.device) -> torch.Tensor:
+        """Indices to the device, where they are for what is launched after this."""
+
     def logprobs(
         self, logits: torch.Tensor, source: Int32s, ids: Int32s, tops: Int32s, chosen: Mapping[int, Int32s]
     ) -> Callable[[], list[TokenLogprob]]:
@@ -72,6 +76,9 @@ class HostFetch:
     """What is computed on a CPU is there at once."""
 
     at_once = True
+
+    def places(self, places: Int64s, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(places)
 
     def logprobs(
         self, logits: torch.Tensor, source: Int32s, ids: Int32s, tops: Int32s, chosen: Mapping[int, Int32s]
@@ -156,15 +163,16 @@ class PromptReader:
     def _in_pieces(
         self,
         hidden: torch.Tensor,
-        places: npt.NDArray[np.int64],
+        places: Int64s,
         ids: Int32s,
         tops: Int32s,
         chosen: list[Int32s],
     ) -> Iterator[Callable[[], list[TokenLogprob]]]:
         size = max(1, min(PIECE_ROWS, PIECE_BYTES // (4 * self._decoder.spec.vocab)))
+        index = self._fetch.places(places, hidden.device)
         for at in range(0, len(ids), size):
             piece = slice(at, at + size)
-            logits = self._decoder.logits(hidden, torch.from_numpy(places[piece]))
+            logits = self._decoder.logits(hidden, index[piece])
             source = np.arange(len(ids[piece]), dtype=np.int32)
             further = {i: wanted for i, wanted in enumerate(chosen[piece]) if len(wanted)}
             yield self._fetch.logprobs(logits, source, ids[piece], tops[piece], further)
@@ -173,12 +181,12 @@ class PromptReader:
         reading, means = span.reading, span.reading.pooling == "mean"
         through = span.start + span.size >= reading.prompt_len
         end = span.first + span.size
-        begin = span.first if means else end - 1
+        if not (means or through):
+            return lambda reads: None
+        index = self._fetch.places(np.arange(span.first if means else end - 1, end), hidden.device)
         states: list[Callable[[], npt.NDArray[np.float64]]] = []
-        for at in range(begin, end, PIECE_ROWS) if means or through else ():
-            states.append(
-                self._fetch.floats(self._decoder.normed(hidden, torch.arange(at, min(at + PIECE_ROWS, end))))
-            )
+        for at in range(0, len(index), PIECE_ROWS):
+            states.append(self._fetch.floats(self._decoder.normed(hidden, index[at : at + PIECE_ROWS])))
             if self._fetch.at_once:  # no more than one piece is held
                 _fold(reading, states.pop()(), means)
         if through:

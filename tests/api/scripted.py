@@ -41,6 +41,7 @@ from sapwood.srt.messages import (
     unpack,
 )
 from sapwood.srt.metrics import Metrics
+from sapwood.srt.orders import Serve
 from sapwood.srt.server import app, process
 from sapwood.srt.server.process import Listener
 from sapwood.srt.server.request_log import RequestLog
@@ -184,7 +185,7 @@ class ScriptedTokenizer:
         """Send messages that no script answers with; callable from any thread."""
         self._say.put(messages)
 
-    def wait_for(self, kind: type[T], count: int = 1, timeout: float = 5.0) -> list[T]:
+    def wait_for(self, kind: type[T], count: int = 1, timeout: float = 20.0) -> list[T]:
         deadline = time.monotonic() + timeout
         while len(found := [m for m in self.received if isinstance(m, kind)]) < count:
             assert time.monotonic() < deadline, f"{count} {kind.__name__} wanted, {self.received} came"
@@ -219,7 +220,7 @@ class ScriptedTokenizer:
                 self._outbox.send(Answer(message.call, None, data))
 
 
-def answer_aborts(tokenizer: ScriptedTokenizer, seconds: float = 5.0) -> threading.Thread:
+def answer_aborts(tokenizer: ScriptedTokenizer, seconds: float = 20.0) -> threading.Thread:
     """What a real tokenizer does with an abort: an "abort" finish and the end, once one comes."""
 
     def run() -> None:
@@ -234,7 +235,7 @@ def answer_aborts(tokenizer: ScriptedTokenizer, seconds: float = 5.0) -> threadi
 
 def client(harness: Harness) -> httpx.Client:
     # Without certificates, which take longer to load than most tests run.
-    return httpx.Client(base_url=harness.url, trust_env=False, timeout=10, verify=False)
+    return httpx.Client(base_url=harness.url, trust_env=False, timeout=30, verify=False)
 
 
 class Harness:
@@ -251,6 +252,7 @@ class Harness:
         self.metrics.follow(lambda: self.client.latest_stats)
         self.service = Service(self.config, model or source(), self.client)
         self.service.requests = self.requests
+        self.service.take(Serve(0, {}, "cpu"))
         self.service.state = "ready"
         # With its protocol named, as asyncio sets TCP_NODELAY only then.
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -260,7 +262,7 @@ class Harness:
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._up.wait(10)
+        assert self._up.wait(30)
 
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -279,9 +281,9 @@ class Harness:
         async def run() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(20)
 
-    def until(self, condition: Callable[[], bool], timeout: float = 5.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout: float = 20.0) -> None:
         deadline = time.monotonic() + timeout
         while not self.call(condition):
             assert time.monotonic() < deadline, "the condition has not come true"

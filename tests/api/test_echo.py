@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,12 +15,14 @@ from sapwood.srt.config import make
 from sapwood.srt.errors import BadRequest
 from sapwood.srt.messages import Ask, Chunk, Ended, Finish, Generate, IdsPrompt, Message, TextLogprob, pack
 from sapwood.srt.params import SamplingParams
-from sapwood.srt.server import service
+from sapwood.srt.server import completions, service
 from sapwood.srt.server.echo import text_offsets
 from sapwood.srt.server.logprobs import prompt as prompt_shape
+from tests.api.clock import stopped
 from tests.api.scripted import Harness, client, detokenize, pieces, reading, started
 from tests.api.test_chat import ASK, events
 from tests.api.test_completions import post, refused
+from tests.api.test_streams import in_thread
 
 SIX = "The quick brown fox jumps over"
 WORDS = ["The", " quick", " brown", " fox", " jumps", " over"]
@@ -101,25 +104,34 @@ def test_an_echo_is_made_in_the_requests_time(
     harness = new_server(make(request_timeout=None if own else 0.2))
     harness.tokenizer.answers = {"detokenize": None}
     body: dict[str, Any] = {"prompt": [5], "echo": True, **({"timeout": 0.2} if own else {})}
-    with client(harness) as http:
-        began = time.monotonic()
-        response = http.post("/v1/completions", json=body)
-        assert time.monotonic() - began < 3
+    with client(harness) as http, stopped(harness.loop) as clock:
+        asked = in_thread(lambda: http.post("/v1/completions", json=body))
+        harness.tokenizer.wait_for(Ask)
+        clock.passes(0.2)
+        response = asked()
     assert (response.status_code, response.json()["error"]["code"]) == (status, "deadline_exceeded")
     assert not [m for m in harness.tokenizer.received if isinstance(m, Generate)]
 
 
-def test_what_the_echo_took_is_not_there_for_the_rest(reads: Harness, http: httpx.Client) -> None:
-    def slowly(ask: Ask) -> dict[str, Any]:
-        time.sleep(0.5)
-        return detokenize(ask)
-
-    reads.tokenizer.answers = {"detokenize": slowly}
+def test_what_the_echo_took_is_not_there_for_the_rest(
+    reads: Harness, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads.tokenizer.script = lambda g: []
-    began = time.monotonic()
-    response = post(http, prompt=[5], echo=True, timeout=1.0)
+    with stopped(reads.loop) as clock:
+
+        def slowly(ask: Ask) -> dict[str, Any]:
+            clock.passes(0.5)
+            return detokenize(ask)
+
+        reads.tokenizer.answers = {"detokenize": slowly}
+        monkeypatch.setattr(completions, "time", SimpleNamespace(time=time.time, monotonic=clock))
+        asked = in_thread(lambda: post(http, prompt=[5], echo=True, timeout=1.0))
+        reads.until(lambda: reads.client.live == 1)
+        clock.passes(0.49)
+        assert reads.call(lambda: reads.client.live) == 1
+        clock.passes(0.02)
+        response = asked()
     assert response.status_code == 408
-    assert 1.0 <= time.monotonic() - began < 1.45
     assert "1 s" in response.json()["error"]["message"]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import json
 from typing import Any
 
 import httpx
@@ -28,6 +27,7 @@ from sapwood.srt.server.outcome import Outcome
 from tests.api.scripted import Harness, reading, started
 from tests.api.test_chat import events
 from tests.api.test_native import post, refused
+from tests.serving import lines_of
 
 TEXT = "a b c d"
 
@@ -140,20 +140,25 @@ def test_streams_say_the_same(reads: Harness, http: httpx.Client) -> None:
 def test_the_prompts_logprobs_are_not_sent_with_every_token(server: Harness, http: httpx.Client) -> None:
     """A long prompt's would be megabytes each time, and an output's more with each token."""
 
-    def slowly(g: Generate) -> list[Message]:
+    later: list[Message] = []
+
+    def begin(g: Generate) -> list[Message]:
         said = reading(g)
         first = next(i for i, message in enumerate(said) if isinstance(message, Chunk))
-        threading.Thread(target=lambda: rest(said[first:])).start()
-        return said[:first]
+        later.extend(said[first + 1 :])
+        return said[: first + 1]
 
-    def rest(said: list[Message]) -> None:
-        for message in said:
-            server.tokenizer.say(message)
-            time.sleep(0.05)
-
-    server.tokenizer.script = slowly
+    server.tokenizer.script = begin
     body = {"text": TEXT, "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
-    values = events(post(http, **body, logprob_start_len=0, stream=True).text)
+    body |= {"logprob_start_len": 0, "stream": True}
+    with http.stream("POST", "/generate", json=body) as response:
+        lines = (json.loads(line[6:]) for line in lines_of(response) if line.startswith("data: {"))
+        values = [next(lines)]
+        for message in later[:-2]:  # each is read before the next one is said
+            server.tokenizer.say(message)
+            values.append(next(lines))
+        server.tokenizer.say(*later[-2:])
+        values += lines
     told = ["input_token_logprobs" in value["meta_info"] for value in values]
     assert len(told) > 2
     assert told == [True] + [False] * (len(told) - 2) + [True]

@@ -33,6 +33,7 @@ from sapwood.srt.messages import (
 )
 from sapwood.srt.server import score
 from sapwood.srt.server.native_protocol import GenerateRequest
+from tests.api.clock import stopped
 from tests.api.scripted import VOCAB, Harness, client
 
 PROMPT = [10, 11, 12]
@@ -336,11 +337,13 @@ def test_many_wait_for_their_turn_at_the_tokenizer(server: Harness) -> None:
         asked = (score.answer(server.service, body) for _ in range(300))
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    asking = asyncio.run_coroutine_threadsafe(ask(), server.loop)
-    server.tokenizer.wait_for(Ask, 64)
-    time.sleep(0.1)
-    assert sum(m.what == "tokenize" for m in server.tokenizer.wait_for(Ask)) == 64
-    assert {type(error) for error in asking.result(10)} == {OwnDeadlineExceeded}
+    with stopped(server.loop) as clock:
+        asking = asyncio.run_coroutine_threadsafe(ask(), server.loop)
+        server.tokenizer.wait_for(Ask, 64)
+        time.sleep(0.1)
+        assert sum(m.what == "tokenize" for m in server.tokenizer.wait_for(Ask)) == 64
+        clock.passes(0.5)
+        assert {type(error) for error in asking.result(10)} == {OwnDeadlineExceeded}
     server.tokenizer.answers["tokenize"] = tokenize
     with client(server) as http:
         assert scores(http, text="a", score=["b"]) == [expected([1, 97], [98])]

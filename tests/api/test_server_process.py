@@ -41,11 +41,11 @@ class Running:
         self.tokenizer = ScriptedTokenizer(self.launcher.directory)
         self.tokenizer.script = lambda g: [started(g), Chunk(g.rid, 0, "Pa", pack([5]))]
         self.http = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=10, verify=False
+            base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=30, verify=False
         )
         self.wait_for(lambda: self.http.get("/health").status_code == 200)
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 30.0) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, "the condition has not come true"
@@ -87,11 +87,13 @@ def test_it_serves_and_has_no_engine_in_it(launch: Callable[..., Running]) -> No
     maps = " ".join(m.path for m in running.process.memory_maps())
     assert "zmq" in maps
     assert "torch" not in maps
-    began = time.monotonic()
-    for _ in range(20):
+    # Without TCP_NODELAY each answer on a kept connection would take 40 ms; others may delay a few of them.
+    took = []
+    for _ in range(21):
+        began = time.monotonic()
         assert running.http.get("/live").status_code == 200
-    # Without TCP_NODELAY each answer on a kept connection would take 40 ms.
-    assert time.monotonic() - began < 0.6
+        took.append(time.monotonic() - began)
+    assert sorted(took)[10] < 0.03
     _signals_alone_do_not_end_it(running)
 
 
@@ -104,7 +106,7 @@ def _signals_alone_do_not_end_it(running: Running) -> None:
     assert running.http.get("/health").status_code == 200
     aborting = answer_aborts(running.tokenizer)
     assert running.http.post("/abort_request", json={"abort_all": True}).json() == {"aborted": 1}
-    aborting.join(5)
+    aborting.join(20)
     assert ended()[-1]["choices"][0]["finish_reason"] == "abort"
 
 
@@ -150,7 +152,7 @@ def test_drain_lets_running_requests_finish(launch: Callable[..., Running]) -> N
     values = ended()
     assert "".join(c["delta"].get("content", "") for v in values for c in v["choices"]) == "Paris"
     assert values[-1]["choices"][0]["finish_reason"] == "stop"
-    drain.join(10)
+    drain.join(20)
     assert drained == [True]
     assert running.tokenizer.received == running.tokenizer.wait_for(Generate)
     with pytest.raises(ConnectionRefusedError):
@@ -202,7 +204,7 @@ def test_a_death_is_told_to_every_stream(launch: Callable[..., Running]) -> None
         assert sum("error" in v for v in values) == 1
     with contextlib.suppress(httpx.ConnectError):
         assert running.http.get("/health").status_code == 503
-    farewell.join(5)
+    farewell.join(20)
     running.wait_for(running.child.ended)
 
 

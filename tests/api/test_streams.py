@@ -15,8 +15,10 @@ import pytest
 from sapwood.srt.config import make
 from sapwood.srt.errors import ErrorInfo
 from sapwood.srt.messages import Abort, Chunk, Ended, Finish, Generate, pack
+from tests.api.clock import stopped
 from tests.api.scripted import Harness, answer, answer_aborts, client, started
 from tests.api.test_chat import ASK, events
+from tests.serving import lines_of
 
 CHAT = "/v1/chat/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -42,7 +44,7 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def result() -> Any:
-        thread.join(10)
+        thread.join(30)
         assert results, "it hangs, or it raised"
         return results[0]
 
@@ -96,14 +98,14 @@ def test_a_request_may_bring_its_own_deadline(server: Harness, http: httpx.Clien
 @pytest.mark.parametrize("path", BODIES)
 def test_a_disconnect_aborts_at_once(server: Harness, path: str, stream: bool, begun: bool) -> None:
     server.tokenizer.script = lambda g: [started(g)] if begun else []
-    with raw_post(server, path, {**BODIES[path], "stream": stream}):
-        generate = server.tokenizer.wait_for(Generate)[0]
-        server.until(lambda: server.client.live == 1)
-        assert server.tokenizer.received == [generate]
-    gone = time.monotonic()
-    assert server.tokenizer.wait_for(Abort) == [Abort(generate.rid)]
-    assert time.monotonic() - gone < 0.5
-    server.until(lambda: server.client.live == 0)
+    # No timer goes off: that it has gone is heard, and nothing looks for it from time to time.
+    with stopped(server.loop):
+        with raw_post(server, path, {**BODIES[path], "stream": stream}):
+            generate = server.tokenizer.wait_for(Generate)[0]
+            server.until(lambda: server.client.live == 1)
+            assert server.tokenizer.received == [generate]
+        assert server.tokenizer.wait_for(Abort) == [Abort(generate.rid)]
+        server.until(lambda: server.client.live == 0)
 
 
 def test_a_disconnect_aborts_every_prompt(server: Harness) -> None:
@@ -147,7 +149,7 @@ def test_a_slow_reader_is_ended_and_memory_stays_bounded(new_server: Callable[..
         assert harness.call(lambda: len(stream._events)) <= 51
         assert live(harness) == 0
         text = b""
-        sock.settimeout(5)
+        sock.settimeout(20)
         while not text.endswith(b"0\r\n\r\n"):
             text += sock.recv(1_000_000)
     assert text.count(b"reads too slowly") == 1
@@ -164,7 +166,7 @@ def test_a_reader_that_lags_less_loses_nothing(server: Harness) -> None:
     def read() -> str:
         text = ""
         with client(server) as http, http.stream("POST", CHAT, json={**ASK, "stream": True}) as response:
-            for line in response.iter_lines():
+            for line in lines_of(response):
                 if line.startswith("data: {"):
                     for choice in json.loads(line[6:])["choices"]:
                         text += choice["delta"].get("content", "")
@@ -232,7 +234,7 @@ def test_a_death_ends_every_stream_and_refuses_what_comes_later(fragile: Harness
     for generate in fragile.tokenizer.wait_for(Generate, 8):
         fragile.tokenizer.say(Chunk(generate.rid, 0, "Pa", pack([5])))
     for _ in streams:
-        assert begun.acquire(timeout=5)
+        assert begun.acquire(timeout=20)
     fragile.call(lambda: fragile.client.fail_all(DIED))
     for ended in streams:
         values = ended()
@@ -268,7 +270,7 @@ def test_abort_by_the_id_of_the_answer(fragile: Harness) -> None:
         client(fragile) as other,
         http.stream("POST", CHAT, json={**ASK, "stream": True}) as r,
     ):
-        lines = r.iter_lines()
+        lines = lines_of(r)
         name = json.loads(next(lines)[6:])["id"]
         assert r.headers["x-request-id"] == name
         assert other.post("/abort_request", json={"rid": name}).json() == {"aborted": 1}
@@ -305,7 +307,7 @@ def test_two_live_requests_of_one_name(server: Harness, path: str) -> None:
     body = {**BODIES[path], "rid": "twin"}
     with client(server) as http, client(server) as other:
         first = in_thread(lambda: http.post(path, json=body))
-        server.tokenizer.wait_for(Generate)
+        server.until(lambda: len(held) == 1)
         second = other.post(path, json=body)
         assert second.status_code == 409
         error = second.json()["error"]
@@ -347,7 +349,7 @@ def test_text_of_a_stream_comes_as_it_is_made(server: Harness) -> None:
         http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as r,
     ):
         generate = server.tokenizer.wait_for(Generate)[0]
-        lines = (line for line in r.iter_lines() if line)
+        lines = (line for line in lines_of(r) if line)
         for text in ("one", "two", "three"):
             server.tokenizer.say(Chunk(generate.rid, 0, text, pack([5])))
             assert json.loads(next(lines)[6:])["choices"][0]["text"] == text

@@ -3,9 +3,12 @@ and on both without it, in torch."""
 
 from __future__ import annotations
 
+import importlib
+import os
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +29,37 @@ ON_GPU = ("bfloat16", "fp8")
 PLATFORMS = [f"double {types}" for types in TYPES] + [f"gpu {types}" for types in ON_GPU]
 
 
+ONLY = "SAPWOOD_TEST_FLASHINFER"
+"""The variable that says how much of the installed FlashInfer is tested: `nothing`; or what is `compiled`."""
+UNCOMPILED = "its kernel is not compiled"
+
+
+def the_package() -> ModuleType:
+    """FlashInfer; skips where it is not installed, or not to be tested."""
+    only = os.environ.get(ONLY)
+    if only == "nothing":
+        pytest.skip("FlashInfer is not to be tested")
+    found: ModuleType = pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    if only == "compiled":
+        skip_uncompiled(importlib.import_module("flashinfer.jit.core").JitSpec)
+    return found
+
+
+def skip_uncompiled(spec: Any) -> None:
+    """Where one of these would compile, its test is skipped."""
+    load = spec.build_and_load
+    if hasattr(load, "skips"):
+        return
+
+    def build_and_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_compiled:
+            pytest.skip(UNCOMPILED)
+        return load(self, *args, **kwargs)
+
+    build_and_load.skips = True  # type: ignore[attr-defined]
+    spec.build_and_load = build_and_load
+
+
 def platform_of(name: str, package: bool = True) -> Platform:
     """One of PLATFORMS; skips where it is not. Without `package` FlashInfer need not be installed."""
     place, types = name.split()
@@ -35,14 +69,17 @@ def platform_of(name: str, package: bool = True) -> Platform:
             pytest.skip("there is no GPU")
         module = None
         if package:
-            module = pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+            module = the_package()
     return Platform(module, torch.device("cuda" if place == "gpu" else "cpu"), *TYPES[types])
 
 
 def flashinfer_attention(world: World, flashinfer: Any = None, **options: Any) -> FlashInferAttention:
     platform = world.platform
-    size = WORKSPACE_BYTES if platform.device.type == "cuda" else flashinfer_double.WORKSPACE
-    workspace = torch.zeros(size, dtype=torch.uint8, device=platform.device)
+    if platform.device.type == "cuda":
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=platform.device)
+    else:
+        # These zeros cost nothing until they are touched, and the double does not.
+        workspace = torch.from_numpy(np.zeros(flashinfer_double.WORKSPACE, np.uint8))
     module = flashinfer or platform.flashinfer
     return FlashInferAttention(
         module, world.spec, world, platform.dtype, platform.device, workspace, **options

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from sapwood.kernels import native
 from tests.gpu.backends import PLATFORMS, Backend, platform_of
 from tests.gpu.steps import Platform
 
@@ -18,6 +20,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels() -> Iterator[None]:
+    """What needs the C++ kernels is skipped where they are not built."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("sapwood.kernels._C") is None:
+            patch.setattr(native, "_import_extension", lambda: pytest.skip("the C++ kernels are not built"))
+        yield
 
 
 @pytest.fixture(params=PLATFORMS)

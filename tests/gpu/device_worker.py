@@ -15,7 +15,7 @@ from sapwood.srt.worker import loop, ranks
 from sapwood.srt.worker.choice import Choice
 from sapwood.srt.worker.device.build import Site, make_device_runner
 from sapwood.srt.worker.grammars import Grammars
-from tests.gpu.host_accelerator import HostAccelerator
+from tests.gpu.host_accelerator import Captured, HostAccelerator
 from tests.gpu.package_double import package
 
 SECONDS = 0.004
@@ -25,19 +25,22 @@ SECONDS = 0.004
 def make(
     config: Config, source: ModelSource, choice: Choice, group: Group, grammars: Grammars
 ) -> tuple[loop.Runs, int, dict[str, str]]:
-    site = Site(HostAccelerator(seconds=SECONDS), group, package())
+    accelerator = HostAccelerator(seconds=SECONDS)
+    site = Site(accelerator, Captured(group), package())
     runner, pool, facts = make_device_runner(config, source, site, grammars, 1)
+    assert group.size == 1 or accelerator.captures, "ranks make all their graphs beforehand"
     return runner, pool.num_slots, facts
 
 
-def group_of(boot: Boot, device: torch.device) -> AbstractContextManager[Group]:
+def group_of(boot: Boot, device: torch.device, lifeline: Lifeline) -> AbstractContextManager[Group]:
     if boot.config.tensor_parallel_size == 1:
         return nullcontext(Alone())
-    return ranks.joined(boot, torch.device("cpu"))
+    return ranks.joined(boot, torch.device("cpu"), lifeline)
 
 
 def main(boot: Boot, lifeline: Lifeline) -> None:
     torch.set_num_threads(1)
+    torch.cuda.set_device = lambda device: None
     parts: dict[str, Any] = {
         "choose": lambda config: Choice("cuda", "flashinfer"),
         "_make_cuda": make,

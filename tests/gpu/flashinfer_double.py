@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Container
 from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.gpu.host_accelerator import Recorder, pinned
+from tests.gpu.paged_double import Buffers, Plan, attend
 from tests.gpu.signatures import RECORDED, bind
 
 GROUPS = (1, 2, 3, 4, 6, 8, 16)
 """Query heads a KV head for which decode without tensor cores has kernels."""
 HALVES = (torch.float16, torch.bfloat16)
-WORKSPACE = 1 << 20
-"""Bytes that the double wants for partial results. The real need is two tiles a multiprocessor, 17 MiB on an
-H100: see WORKSPACE_BYTES."""
+HEAD_DIMS = (64, 128, 256)
+"""Those that the real one was tried with here, of a few more that it has kernels for."""
+PARTIAL_ROWS = 2 * 132 * 128
+"""Partial results that a plan may ask room for: of two tiles of 128 queries for each multiprocessor of an
+H100."""
+
+
+def workspace_bytes(head_dim: int) -> int:
+    """What a plan may need for partial results and their sums, in float32."""
+    return PARTIAL_ROWS * (head_dim + 1) * 4
+
+
+WORKSPACE = workspace_bytes(max(HEAD_DIMS))
 KNOWN = {
     "sm_scale", "window_left", "q_data_type", "kv_data_type", "non_blocking", "fixed_split_size",
     "disable_split_kv", "causal", "kv_layout", "use_cuda_graph", "use_tensor_cores", "backend", "out",
@@ -41,49 +53,28 @@ def _bind(method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return given
 
 
-@dataclass
-class _Buffers:
-    """What a kernel reads: indptrs, page indices, last page lengths, on the wrapper's device."""
-
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-
-
-@dataclass
-class _Plan:
-    buffers: _Buffers
-    host: _Buffers
-    heads: tuple[int, int, int]
-    page_size: int
-    causal: bool
-    window_left: int
-    scale: float
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    number: int
-
-
 class _Paged:
     """Prefill and decode alike: decode is a prefill of one query a row."""
 
     name = ""
     types: tuple[torch.dtype, ...] = HALVES
+    head_dims: Container[int] = HEAD_DIMS
     _plans = itertools.count(1)
 
     def __init__(self, workspace: Tensor, kv_layout: str, use_cuda_graph: bool) -> None:
         self._take_floats(workspace)
-        # The real one's name, and a part of its 8 MiB.
-        self._int_workspace_buffer = torch.zeros(16, dtype=torch.uint8)
+        # The real one's names, and a part of its 8 MiB each. A view of the workspace's memory is where it is,
+        # which its device does not tell: see stream_checks.
+        self._take_ints(workspace.new_empty(16))
         if kv_layout not in ("NHD", "HND"):
             raise KeyError(f"Invalid kv_layout {kv_layout}")
         if kv_layout != "NHD":
             raise NotImplementedError("the double knows NHD only")
         self.device = workspace.device
         self.graph = use_cuda_graph
-        self.fixed: _Buffers | None = None
-        self.planned: _Plan | None = None
+        self.fixed: Buffers | None = None
+        self.planned: Plan | None = None
+        self._captured: tuple[Any, ...] = ()
 
     def reset_workspace_buffer(self, *args: Any, **kwargs: Any) -> None:
         given = _bind(f"{self.name}.reset_workspace_buffer", *args, **kwargs)
@@ -91,14 +82,16 @@ class _Paged:
         if ints.dtype != torch.uint8 or ints.device != self.device or ints.numel() < 8 << 20:
             raise ValueError("the integer workspace is 8 MiB of uint8 on the device")
         self._take_floats(given["float_workspace_buffer"])
-        self._int_workspace_buffer = ints
+        self._take_ints(ints)
 
-    @staticmethod
-    def _take_floats(workspace: Tensor) -> None:
+    def _take_floats(self, workspace: Tensor) -> None:
         if workspace.data_ptr() % 16:
             raise ValueError("float_workspace_buffer must be 16-byte aligned")
-        if workspace.nbytes < WORKSPACE:
-            raise RuntimeError("Failed to allocate memory for batch_prefill_tmp_v: buffer overflow")
+        self._float_workspace_buffer = workspace
+
+    def _take_ints(self, ints: Tensor) -> None:
+        self._int_workspace_buffer = ints
+        self._pin_memory_int_workspace_buffer = pinned(tuple(ints.shape), torch.uint8)
 
     @property
     def _schedule(self) -> Tensor:
@@ -106,8 +99,14 @@ class _Paged:
         integer workspace overwrites it."""
         return self._int_workspace_buffer[:8].view(torch.int64)
 
+    def _schedules(self, number: int) -> None:
+        """Written on the host, and copied from there when the stream comes to it."""
+        host = self._pin_memory_int_workspace_buffer[:8].view(torch.int64)
+        host.fill_(number)
+        self._schedule.copy_(host, non_blocking=True)
+
     def _plan(self, given: dict[str, Any], qo_indptr: Tensor, causal: bool, head_dim: int) -> None:
-        host = _Buffers(
+        host = Buffers(
             qo_indptr,
             given.get("paged_kv_indptr", given.get("indptr")),
             given.get("paged_kv_indices", given.get("indices")),
@@ -125,11 +124,15 @@ class _Paged:
             raise NotImplementedError(
                 f"K and V in {kv_dtype} under queries in {q_dtype}: kernels misread them"
             )
+        if head_dim not in self.head_dims:
+            raise ValueError(f"there are no kernels for heads of {head_dim} channels")
+        if self._float_workspace_buffer.nbytes < workspace_bytes(head_dim):
+            raise RuntimeError("Failed to allocate memory for batch_prefill_tmp_v: buffer overflow")
         scale = given["sm_scale"]
-        self.planned = _Plan(
+        self.planned = Plan(
             self._store(host),
             # Copied, as what is on the host goes to the device; what is there already is only referred to.
-            _Buffers(host.qo_indptr.clone(), host.indptr.clone(), host.indices, host.last_page_len.clone()),
+            Buffers(host.qo_indptr.clone(), host.indptr.clone(), host.indices, host.last_page_len.clone()),
             (q_heads, kv_heads, head_dim),
             given["page_size"],
             causal,
@@ -139,9 +142,9 @@ class _Paged:
             kv_dtype,
             next(self._plans),
         )
-        self._schedule.fill_(self.planned.number)
+        self._schedules(self.planned.number)
 
-    def _check(self, host: _Buffers) -> None:
+    def _check(self, host: Buffers) -> None:
         for name, tensor in vars(host).items():
             if tensor.dtype != torch.int32 or tensor.dim() != 1:
                 raise ValueError(
@@ -158,11 +161,13 @@ class _Paged:
         if host.indptr[-1] > len(host.indices):
             raise IndexError(f"{host.indptr[-1]} indices should be there, {len(host.indices)} are")
 
-    def _store(self, host: _Buffers) -> _Buffers:
+    def _store(self, host: Buffers) -> Buffers:
         if self.fixed is None:
-            return _Buffers(
-                host.qo_indptr.clone(), host.indptr.clone(), host.indices, host.last_page_len.clone()
+            qo_indptr, indptr, last = (
+                self._float_workspace_buffer.new_empty(len(column), dtype=torch.int32).copy_(column)
+                for column in (host.qo_indptr, host.indptr, host.last_page_len)
             )
+            return Buffers(qo_indptr, indptr, host.indices, last)
         fixed = self.fixed
         if len(host.last_page_len) != len(fixed.last_page_len):
             raise ValueError(
@@ -186,12 +191,13 @@ class _Paged:
                 raise ValueError(f"paged_kv_{name}_buffer should be int32 on {self.device}")
         if len(indptr) != len(last_page_len) + 1:
             raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
-        self.fixed = _Buffers(qo_indptr, indptr, indices, last_page_len)
+        self.fixed = Buffers(qo_indptr, indptr, indices, last_page_len)
 
     def _run(self, given: dict[str, Any]) -> Any:
         plan = self.planned
         if plan is None:
             raise AttributeError("run before plan")
+        self._capture(plan)
         if int(self._schedule) != plan.number:
             raise RuntimeError("the integer workspace has another plan's schedule")
         q, (k_cache, v_cache) = given["q"], given["paged_kv_cache"]
@@ -229,45 +235,21 @@ class _Paged:
         elif not out.is_contiguous():
             raise ValueError("out is written as if it were contiguous")
         for row in range(len(plan.buffers.last_page_len)):
-            _attend(row, plan, q, k_cache, v_cache, out, lse)
+            attend(row, plan, q, k_cache, v_cache, out, lse)
         return (out, lse) if given["return_lse"] else out
 
-
-def _attend(
-    row: int, plan: _Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """One row: the last query is at the last key, where it is causal."""
-    buffers, (q_heads, kv_heads, _) = plan.buffers, plan.heads
-    first, last = buffers.qo_indptr[row : row + 2].tolist()
-    begin, end = buffers.indptr[row : row + 2].tolist()
-    pages = buffers.indices[begin:end].long()
-    if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < len(k_cache):
-        raise IndexError(f"a page that does not exist: {pages.tolist()}")
-    length = max(end - begin - 1, 0) * plan.page_size + int(buffers.last_page_len[row])
-    if length <= 0 or length > (end - begin) * plan.page_size:
-        out[first:last] = 0.0
-        return
-    k, v = (
-        _taken(cache, pages).flatten(0, 1)[:length].repeat_interleave(q_heads // kv_heads, dim=1)
-        for cache in (k_cache, v_cache)
-    )
-    scores = torch.einsum("qhd,khd->qhk", q[first:last].float(), k) * plan.scale
-    at = torch.arange(last - first)[:, None] + (length - (last - first))
-    keys = torch.arange(length)
-    hidden = torch.zeros(last - first, length, dtype=torch.bool)
-    if plan.causal:
-        hidden |= keys > at
-    if plan.window_left >= 0:
-        hidden |= keys < at - plan.window_left
-    scores.masked_fill_(hidden[:, None], -math.inf)
-    lse[first:last] = scores.logsumexp(-1) / math.log(2)
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    out[first:last] = torch.einsum("qhk,khd->qhd", weights, v).to(out.dtype)
-
-
-def _taken(cache: Tensor, pages: Tensor) -> Tensor:
-    """These pages in float32; torch indexes no fp8, only bytes."""
-    return cache.view(torch.uint8)[pages].view(cache.dtype).float()
+    def _capture(self, plan: Plan) -> None:
+        """A captured kernel keeps what it was launched with, whatever is planned then."""
+        launched = (
+            len(plan.buffers.last_page_len), plan.heads, plan.page_size, plan.causal, plan.window_left,
+            plan.scale, plan.q_dtype, plan.kv_dtype, self._int_workspace_buffer.data_ptr(),
+        )  # fmt: skip
+        if Recorder.active is not None:
+            if not self.graph:
+                raise RuntimeError("a wrapper that was not made for graphs is captured")
+            self._captured = launched
+        elif self._captured and launched != self._captured:
+            raise RuntimeError(f"captured with {self._captured}, and replayed with {launched}")
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Paged):

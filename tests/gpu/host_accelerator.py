@@ -17,7 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from sapwood.srt.models.parallel import Group
+from tests.gpu.no_waiting import nothing_waits
+
+pins: list[Callable[[Tensor], None]] = []
+"""Who is told of the pinned memory that a library takes for itself."""
+
+
+def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What a library has instead of `torch.empty(..., pin_memory=True)`."""
+    tensor = torch.empty(shape, dtype=dtype)
+    for tell in pins:
+        tell(tensor)
+    return tensor
 
 
 class HostEvent:
@@ -57,12 +72,14 @@ class Recorder(TorchDispatchMode):
 
     active: Recorder | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, is_pinned: Callable[[Tensor], bool] = lambda tensor: False) -> None:
         super().__init__()
+        self._is_pinned = is_pinned
         self._calls: list[Callable[[], object]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._refuse(func, args, kwargs)
         out = func(*args, **kwargs)
 
         def again() -> None:
@@ -75,6 +92,13 @@ class Recorder(TorchDispatchMode):
 
         self._calls.append(again)
         return out
+
+    def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What crosses between host and device: a graph would do it again with the host's memory of then."""
+        to = kwargs.get("device")
+        crosses = "_to_copy" in str(func) and to is not None and to.index is not None
+        crosses |= any(isinstance(arg, Tensor) and self._is_pinned(arg) for arg in args)
+        assert not crosses, f"{func} copies between host and device in a capture"
 
     def keep(self, call: Callable[[], object]) -> None:
         self._calls.append(call)
@@ -105,6 +129,15 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class Captured:
+    """A `Group` whose every call is one kernel, as with NCCL."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.sum, self.gather = opaque(group.sum), opaque(group.gather)
+        self.broadcast, self.smallest = opaque(group.broadcast), group.smallest
+
+
 class HostAccelerator:
     """`srt.worker.device.accelerator.Accelerator` on the CPU."""
 
@@ -112,10 +145,11 @@ class HostAccelerator:
 
     def __init__(self, late: int = 0, seconds: float = 0.0) -> None:
         self._late, self._seconds = late, seconds
+        self._pinned: dict[int, StorageWeakRef] = {}
         self.captures = 0
         self.replays = 0
 
-    def stream(self) -> Any:
+    def stream(self, urgent: bool = False) -> Any:
         return object()
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
@@ -125,11 +159,14 @@ class HostAccelerator:
         return HostEvent(self._late, self._seconds)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype)
+        assert Recorder.active is None, "pinned memory is made in a capture"
+        made = torch.zeros(shape, dtype=dtype)
+        self._pinned[_storage(made)] = StorageWeakRef(made.untyped_storage())
+        return made
 
     def capture(self, run: Callable[[], object], stream: Any) -> Callable[[], None]:
-        recorder = Recorder()
-        with _recording(recorder):
+        recorder = Recorder(self._is_pinned)
+        with _recording(recorder), nothing_waits():
             run()
         self.captures += 1
 
@@ -138,6 +175,10 @@ class HostAccelerator:
             recorder.replay()
 
         return replay
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        known = self._pinned.get(_storage(tensor))
+        return known is not None and not known.expired()
 
     def choose(self) -> None:
         pass
@@ -151,6 +192,10 @@ class HostAccelerator:
 
     def memory(self) -> tuple[int, int]:
         return 3 * 2**29, 2**31
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextlib.contextmanager

@@ -124,6 +124,9 @@ def append_paged_kv_cache(
     m, heads, d = append_key.shape
     assert m > 0
     assert d in HEAD_DIMS
+    # One block has all heads of a position, each thread 16 bytes or a 32nd of a head.
+    if heads * (d // max(16 // append_key.element_size(), d // 32)) > 1024:
+        raise RuntimeError("AppendPagedKVCache kernel launch failed: invalid configuration argument")
     assert kv_indptr.shape[0] == kv_last_page_len.shape[0] + 1
     for index in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
         assert index.dtype is torch.int32

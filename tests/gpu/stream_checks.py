@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.gpu.host_accelerator import HostAccelerator, HostEvent
+from tests.gpu.host_accelerator import HostAccelerator, HostEvent, pins
 from tests.gpu.stream_order import COMPUTE, COPY, PLAN, Access, Clock, Order, Stream, where
 
 UNREAD = ("empty", "new_", "_like")
@@ -75,9 +75,19 @@ class Watch(TorchDispatchMode):
         finally:
             self._paused = False
 
+    def __enter__(self) -> Watch:
+        pins.append(self.pin)
+        return super().__enter__()  # type: ignore[no-any-return]
+
     def __exit__(self, *exception: Any) -> None:
+        pins.remove(self.pin)
         self.look_for_freed()
         super().__exit__(*exception)
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """As far as is known."""
+        memory = self._memory.get(_key(tensor))
+        return memory is not None and not memory.pinned
 
     def pin(self, tensor: Tensor) -> None:
         self._add(tensor, Access(self._order.current, 0, where()), pinned=True)
@@ -191,7 +201,7 @@ class StreamAccelerator(HostAccelerator):
         self._names = itertools.chain((COMPUTE, PLAN, COPY), map(str, itertools.count()))
         self.watch = Watch(self._order)
 
-    def stream(self) -> Stream:
+    def stream(self, urgent: bool = False) -> Stream:
         """Named as a runner asks for them."""
         return Stream(next(self._names))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.gpu import flashinfer_double as strict
 from tests.gpu.flashinfer_double import merge_state_in_place, merged
+from tests.gpu.host_accelerator import HostAccelerator, opaque
 from tests.gpu.wide_double import (
     BatchDecodeWithPagedKVCacheWrapper as Decode,
     BatchPrefillWithPagedKVCacheWrapper as Prefill,
@@ -151,6 +153,45 @@ def test_a_plan_overwrites_another_one_in_the_same_integers() -> None:
     one.run(Q[:2], paged(1))
 
 
+def test_a_plan_is_copied_from_the_host() -> None:
+    wrapper = decode()
+    host = wrapper._pin_memory_int_workspace_buffer[:8].view(torch.int64)
+    assert host == wrapper._schedule
+    other = decode()
+    other._pin_memory_int_workspace_buffer = wrapper._pin_memory_int_workspace_buffer
+    plan_decode(other)
+    assert host != wrapper._schedule
+    wrapper.run(Q[:2], paged(1))
+    other.run(Q[:2], paged(1))
+
+
+def captured(wrapper: Decode) -> Callable[[], None]:
+    """A replay of its run."""
+    run, out = opaque(Decode.run), torch.empty(2, 4, D)
+    return HostAccelerator().capture(lambda: run(wrapper, Q[:2], paged(1), out=out), None)
+
+
+def test_a_wrapper_that_was_not_made_for_graphs_is_not_captured() -> None:
+    with pytest.raises(RuntimeError, match="not made for graphs"):
+        captured(decode())
+
+
+def test_a_capture_keeps_what_it_was_launched_with() -> None:
+    wrapper = decode(**fixed())
+    replay = captured(wrapper)
+    plan_decode(wrapper)
+    replay()
+    plan_decode(wrapper, window_left=1)
+    with pytest.raises(RuntimeError, match=r"captured with .* and replayed with"):
+        replay()
+    plan_decode(wrapper)
+    replay()
+    wrapper.reset_workspace_buffer(WORKSPACE, INTS)
+    plan_decode(wrapper)
+    with pytest.raises(RuntimeError, match=r"captured with .* and replayed with"):
+        replay()
+
+
 def state(
     n: int = 2, heads: int = 4, d: int = 64, kind: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor]:
@@ -210,7 +251,12 @@ REFUSED: dict[str, tuple[Any, Any]] = {
         lambda: decode().run(Q[:2], paged(1), out=torch.empty(2, 8, D)[:, ::2]), ValueError,
     ),
     "a plan of no rows": (lambda: plan_decode(Decode(WORKSPACE), 0), ValueError),
-    "a small workspace": (lambda: Decode(WORKSPACE[: 1 << 19]), RuntimeError),
+    "a small workspace": (lambda: plan_decode(Decode(WORKSPACE[: 1 << 20])), RuntimeError),
+    "heads of 16 channels": (
+        lambda: strict.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE).plan(
+            ints(0, 1), ints(0), ints(1), 4, 2, D, 1, q_data_type=torch.float16
+        ), ValueError,
+    ),
     "merging float32": (
         lambda: merge_state_in_place(*state(kind=torch.float32), *state(kind=torch.float32)), ValueError,
     ),

@@ -14,6 +14,7 @@ from sapwood.srt.worker.attention import gathered
 from sapwood.srt.worker.attention.flashinfer import require_supported
 from sapwood.srt.worker.attention.gathered import GatheredAttention
 from tests.gpu.backends import Backend
+from tests.gpu.ops_double import append_paged_kv_cache
 from tests.gpu.steps import Step, spec_of
 
 HEADS = [(2, 2), (6, 2), (8, 2), (8, 1)]
@@ -139,6 +140,29 @@ def test_what_flashinfer_has_no_kernels_for_is_refused(
     assert refused.value.param == param
     require_supported(replace(spec, head_dim=128), OTHER, OTHER)
     require_supported(replace(spec, head_dim=128), HALF, FP8)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "kv_dtype"),
+    [(128, 64, HALF), (64, 128, OTHER), (32, 256, HALF), (256, 64, FP8), (128, 128, FP8), (64, 256, FP8)],
+)
+def test_more_kv_heads_than_one_block_stores_are_refused(
+    kv_heads: int, head_dim: int, kv_dtype: torch.dtype
+) -> None:
+    spec = replace(spec_of(2 * kv_heads, kv_heads), head_dim=head_dim)
+    dtype = HALF if kv_dtype is FP8 else kv_dtype
+    require_supported(spec, dtype, kv_dtype)
+    spec = replace(spec, kv_heads=kv_heads + 1)
+    with pytest.raises(
+        ConfigError, match=f"up to {kv_heads} KV heads of {head_dim} .* not of {kv_heads + 1}"
+    ):
+        require_supported(spec, dtype, kv_dtype)
+    rows, pages = (torch.zeros(*n, kv_heads + 1, head_dim, dtype=kv_dtype) for n in ((1,), (1, 1)))
+    zero, two = torch.zeros(1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        append_paged_kv_cache(rows, rows, zero, zero, (pages, pages), zero, two, zero + 1)
+    rows, pages = rows[:, 1:], pages[:, :, 1:]
+    append_paged_kv_cache(rows, rows, zero, zero, (pages, pages), zero, two, zero + 1)
 
 
 def test_gathered_attention_is_not_captured() -> None:

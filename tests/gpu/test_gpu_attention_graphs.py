@@ -89,6 +89,37 @@ def test_the_sizes_of_a_lane_have_one_room_for_schedules_a_window(platform: Plat
     assert len(set(rooms[0])) == 2, "layers without a window, and of 16"
 
 
+def test_the_sizes_of_a_lane_have_one_pinned_room_a_window(platform: Platform) -> None:
+    """8 MiB each, which no other process has then. Another lane has its own: its copy may not be over."""
+    world = world_of(platform)
+    lanes = [flashinfer_attention(world) for _ in range(2)]
+    rooms = [
+        {
+            window: part.wrapper._pin_memory_int_workspace_buffer.data_ptr()
+            for window, (part,) in attention.for_graph(rows, 2000)._parts.items()
+        }
+        for attention in lanes
+        for rows in (4, 2, 1)
+    ]
+    assert rooms[:3] == [rooms[0]] * 3
+    assert rooms[3:] == [rooms[3]] * 3
+    assert len({*rooms[0].values(), *rooms[3].values()}) == 4
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=["1 a KV head", "3 a KV head"])
+def test_a_window_is_read_alone_which_only_tensor_cores_do(
+    platform: Platform, heads: tuple[int, int]
+) -> None:
+    for window in (0, 16):
+        recorder = Recorder(platform.flashinfer)
+        world = World(spec_of(*heads, windows=(window,)), platform)
+        attention = flashinfer_attention(world, recorder)
+        assert world.differs(attention, STEPS[0]) < platform.tolerance
+        assert world.differs(attention.for_graph(3, 2000), STEPS[0]) < platform.tolerance
+        fp8 = platform.kv_dtype.itemsize == 1
+        assert [made["use_tensor_cores"] for _, made in recorder.made] == [window > 0 or fp8] * 2
+
+
 def test_another_number_of_rows_is_refused(platform: Platform) -> None:
     world = world_of(platform)
     decode = flashinfer_attention(world).for_graph(4, 2000)

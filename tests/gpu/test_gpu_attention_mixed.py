@@ -52,6 +52,44 @@ def test_decodes_that_read_little_go_with_the_others(platform: Platform) -> None
         assert [name.split("With")[0] for name, _ in recorder.plans] == kernels
 
 
+LONG = Step.of((3, 90, 1), (1, 128, 1), (2, 300, 1), (6, 200, 33), (0, 10, 4), (5, 70, 64), (4, 30, 65))
+LONG_FIRST = Step.of((4, 30, 65), (3, 90, 1), (0, 10, 4), (7, 0, 80), (1, 128, 1), (5, 70, 64))
+
+
+@pytest.mark.parametrize("q_heads", [2, 6, 8])
+@pytest.mark.parametrize("step", [LONG, LONG_FIRST], ids=["the long one last", "in any order"])
+def test_short_rows_are_apart_from_long_ones(platform: Platform, step: Step, q_heads: int) -> None:
+    """More than 64 tokens of one row change FlashInfer's kernel for all that are planned together."""
+    recorder = Recorder(platform.flashinfer)
+    world = World(spec_of(q_heads, 2, windows=WINDOWS), platform)
+    attention = flashinfer_attention(world, recorder, mixed_bytes=1)
+    assert world.differs(attention, step) < platform.tolerance
+    counts = [count for count in step.counts if count > 1]
+    kinds = [[n for n in counts if n <= 64], [n for n in counts if n > 64]]
+    assert [plan["qo_indptr"].diff().tolist() for plan in recorder.planned("BatchPrefill")] == kinds * 2
+    assert len(recorder.planned("BatchDecode")) == 2
+    assert len({name for name, _ in recorder.made}) == 2
+    assert len(recorder.made) == 6, "no two parts of a step share a wrapper"
+
+
+def test_shorter_rows_that_read_little_go_with_the_next_longer(platform: Platform) -> None:
+    step = Step.of((3, 90, 1), (1, 128, 1), (6, 200, 33), (0, 10, 4), (5, 70, 80))
+    world = World(spec_of(6, 2), platform)
+    decodes, short = 91 + 129, 233 + 14
+    position = 2 * 2 * 128 * platform.kv_dtype.itemsize
+    for read, prefills in (
+        (decodes, [[33, 4], [80]]),
+        (decodes + 1, [[1, 1, 33, 4], [80]]),
+        (decodes + short, [[1, 1, 33, 4], [80]]),
+        (decodes + short + 1, [[1, 1, 33, 4, 80]]),
+    ):
+        recorder = Recorder(platform.flashinfer)
+        attention = flashinfer_attention(world, recorder, mixed_bytes=read * position)
+        assert world.differs(attention, step) < platform.tolerance
+        assert [plan["qo_indptr"].diff().tolist() for plan in recorder.planned("BatchPrefill")] == prefills
+        assert len(recorder.planned("BatchDecode")) == (read == decodes)
+
+
 def test_draft_rows_are_no_decodes(platform: Platform) -> None:
     recorder = Recorder(platform.flashinfer)
     world = World(spec_of(6, 2), platform)

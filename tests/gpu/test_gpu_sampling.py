@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.gpu import sampling_double
+from tests.gpu.backends import the_package
 from tests.sampler_twins import KINDS, Twins, compare
 
 
@@ -21,7 +22,7 @@ def test_the_gpu_draws_what_the_cpu_draws(drafts: bool, forks: bool, masks: bool
         pytest.skip("there is no GPU")
     flashinfer: ModuleType | None = None
     if filters == "flashinfer":
-        flashinfer = pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+        flashinfer = the_package()
     twins = Twins(np.random.default_rng(3), torch.device("cuda"), flashinfer)
     compare(twins, drafts, forks, masks, torch.cuda.synchronize)
 

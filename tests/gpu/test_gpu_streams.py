@@ -19,21 +19,21 @@ import torch
 
 from sapwood.srt import messages
 from sapwood.srt.messages import RowStart, Step, StepResult
+from sapwood.srt.worker.attention.flashinfer import FlashInferAttention
+from sapwood.srt.worker.attention.wrappers import INT_WORKSPACE_BYTES, Room
 from sapwood.srt.worker.device import forward as forward_module, runner as runner_module
 from sapwood.srt.worker.device.columns import Int32s
 from sapwood.srt.worker.device.lane import Lane
 from sapwood.srt.worker.device.pieces import pieces_of
 from sapwood.srt.worker.device.runner import DeviceRunner, Parts
 from sapwood.srt.worker.device.transfer import Download
-from tests.gpu.device_bench import device_bench
+from tests.gpu.device_bench import JSON, ROW_SLOTS, capture_all, device_bench, runner_of
 from tests.gpu.package_double import package
 from tests.gpu.stream_checks import StreamAccelerator, StreamEvent
 from tests.gpu.stream_order import COMPUTE, COPY, DEFAULT, PLAN, Stream
-from tests.gpu.test_gpu_runner import JSON, capture_all, runner_of
 from tests.models import tiny_llama
 from tests.worker_bench import Bench, ids_of, row_start
 
-ROW_SLOTS = 80
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.2}
 
 
@@ -292,6 +292,61 @@ def test_what_is_out_of_order_is_found(
     accelerator = StreamAccelerator(late=50)
     with accelerator.watch:
         work(device_bench(folder, accelerator))
+    assert [fault for fault in accelerator.watch.faults if fault.startswith(begin) and then in fault]
+
+
+def with_wrappers_of_both_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    init, made = FlashInferAttention.__init__, {}  # type: ignore[var-annotated]
+
+    def other(self: FlashInferAttention, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self._made = made
+
+    monkeypatch.setattr(FlashInferAttention, "__init__", other)
+
+
+def with_pinned_rooms_of_both_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for_graph, pinned = FlashInferAttention.for_graph, []  # type: ignore[var-annotated]
+
+    def other(self: FlashInferAttention, rows: int, most: int) -> Any:
+        if pinned and not self._rooms:
+            size = (INT_WORKSPACE_BYTES,)
+            ints = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in pinned]
+            self._rooms = [Room(*both) for both in zip(ints, pinned, strict=True)]
+        found = for_graph(self, rows, most)
+        pinned[:] = [room.pinned for room in self._rooms]
+        return found
+
+    monkeypatch.setattr(FlashInferAttention, "for_graph", other)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "graphs", "begin", "then"),
+    [
+        (with_wrappers_of_both_lanes, False, "race of compute (flashinfer.py", "and plan (wrappers.py"),
+        (with_wrappers_of_both_lanes, False, "race of plan (wrappers.py", "and the host (wrappers.py"),
+        (with_pinned_rooms_of_both_lanes, True, "race of plan (wrappers.py", "and the host (wrappers.py"),
+    ],
+    ids=["schedules on the device", "schedules on the host", "those of graphs"],
+)
+def test_a_schedule_that_is_still_needed_is_not_written_over(
+    folder: Path,
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    graphs: bool,
+    begin: str,
+    then: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mutate(monkeypatch)
+    accelerator = StreamAccelerator(late=50)
+    with accelerator.watch:
+        bench = device_bench(folder, accelerator, package(), disable_cuda_graph=not graphs)
+        if graphs:
+            capture_all(bench)
+        ahead = Ahead(bench)
+        ahead.step({row: ids_of(6, row) for row in range(2)}, [row_start(row) for row in range(2)])
+        ahead.decode(range(2), 6)
+        ahead.end()
     assert [fault for fault in accelerator.watch.faults if fault.startswith(begin) and then in fault]
 
 

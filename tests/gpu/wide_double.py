@@ -1,5 +1,5 @@
-"""FlashInfer's double that computes in float32 too, for which the package has no kernels: where results then
-differ from the reference it is not by rounding."""
+"""FlashInfer's double that computes in float32 too, and heads of any size, for which the package has no
+kernels: where results then differ from the reference it is not by rounding, and models may be tiny."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from torch import Tensor
 from tests.gpu import flashinfer_double as double
 
 TYPES = (*double.HALVES, torch.float32)
+HEAD_DIMS = range(1, 257)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(double.BatchPrefillWithPagedKVCacheWrapper):
     types = TYPES
+    head_dims = HEAD_DIMS
 
 
 class BatchDecodeWithPagedKVCacheWrapper(double.BatchDecodeWithPagedKVCacheWrapper):
     types = TYPES
+    head_dims = HEAD_DIMS
 
 
 class MultiLevelCascadeAttentionWrapper(double.MultiLevelCascadeAttentionWrapper):

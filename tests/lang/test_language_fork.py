@@ -80,7 +80,7 @@ def test_branches_run_at_the_same_time() -> None:
         async def answer(call: Call) -> str:
             if backend.running == 4:
                 gate.set()
-            await asyncio.wait_for(gate.wait(), 5)
+            await asyncio.wait_for(gate.wait(), 20)
             return "x"
 
         backend = Echo(answer)

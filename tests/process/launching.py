@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ IDLE = {
     "worker": "role_idle",
 }  # fmt: skip
 PATIENCE = 20.0
+FAR = 3600.0
+"""Seconds that no test waits."""
 
 
 def eventually(holds: Callable[[], Any], seconds: float = PATIENCE) -> bool:
@@ -37,15 +40,22 @@ def eventually(holds: Callable[[], Any], seconds: float = PATIENCE) -> bool:
 
 
 class Serving:
-    """`serve` in a process of its own; every process that it starts carries its mark."""
+    """`serve` in a process of its own; every process that it starts carries its mark.
+
+    One that is `eventful` has all its own limits FAR away: what it does in time it does because of an event.
+    """
 
     def __init__(
         self, where: Path, *, roles: dict[str, str], env: dict[str, str], more: dict[str, Any]
     ) -> None:
         self.mark = uuid.uuid4().hex
+        self._where = where
         self.temporary = where / "t"
         self.temporary.mkdir(exist_ok=True)
         config = {"port": 0, "drain_timeout": 5.0, **more.pop("config", {})}
+        if more.pop("eventful", False):
+            config |= {"drain_timeout": FAR, "heartbeat_timeout": FAR}
+            more["far"] = FAR
         given = json.dumps({"config": config, "roles": {**IDLE, **roles}, **more})
         path = os.pathsep.join([str(ROLES_FOLDER), str(ROOT)])
         self.process = subprocess.Popen(
@@ -67,9 +77,10 @@ class Serving:
                 self.output += line
 
     def prints(self, text: str) -> bool:
-        return (
-            eventually(lambda: text in self.output or self.process.poll() is not None) and text in self.output
-        )
+        eventually(lambda: text in self.output or self.process.poll() is not None)
+        if self.process.poll() is not None:
+            self._reader.join(PATIENCE)  # its last words may be still unread
+        return text in self.output
 
     def ready(self) -> Serving:
         assert self.prints("scheduling "), self.output
@@ -92,6 +103,21 @@ class Serving:
     def pid(self, role: str) -> int:
         (found,) = [p.pid for p in self.alive() if p.cmdline()[4:5] == [role]]
         return found
+
+    def go(self) -> None:
+        """What the roles wait for that `wait_for_go`."""
+        (self._where / "go").touch()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Meanwhile the launcher sees nothing."""
+        launcher = psutil.Process(self.process.pid)
+        launcher.suspend()
+        try:
+            assert eventually(lambda: launcher.status() == psutil.STATUS_STOPPED)
+            yield
+        finally:
+            launcher.resume()
 
     def connect(self) -> Telling:
         return Telling(self.port)

@@ -12,7 +12,7 @@ import pytest
 
 from sapwood.srt import namespaces
 from tests.models import tiny_llama
-from tests.serving import Server, serve
+from tests.serving import Server, held, serve
 
 SYSTEM = "You are the river that flows to the sea; answer in one sentence."
 ASK = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "cache_report": True}
@@ -244,15 +244,18 @@ def test_the_tree_shows_texts_hits_locks_and_totals(server: Server) -> None:
 
 
 def test_a_running_request_locks_its_path(server: Server) -> None:
-    body = {"input_ids": list(range(5, 60)), "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
+    prompt = list(range(5, 60))
+    server.generate(prompt, max_new_tokens=1)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.post, "/generate", body)
-        locks: list[int] = []
-        while not running.done() and 1 not in locks:
-            for namespace in tree(server)["namespaces"]:
-                locks += [child["locks"] for child in namespace["children"]]
-        assert 1 in locks
-        assert running.result().status_code == 200
+        with held(server.children()["worker"]):
+            running = pool.submit(server.generate, prompt, max_new_tokens=8)
+            while not server.state()["running"]:
+                assert not running.done()
+            (namespace,) = tree(server)["namespaces"]
+            assert [child["locks"] for child in namespace["children"]] == [1]
+        running.result()
+    (namespace,) = tree(server)["namespaces"]
+    assert [child["locks"] for child in namespace["children"]] == [0]
 
 
 @pytest.mark.parametrize(

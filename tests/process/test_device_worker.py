@@ -51,8 +51,17 @@ def start(model: str, **options: Any) -> Engine:
     return Engine(model, dtype="float32", **settings)
 
 
+class Near(float):
+    """A logprob: the two workers' kernels round in their own ways."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 2e-3
+
+
 def answers(engine: Engine, asked: list[tuple[list[int], dict[str, Any]]]) -> list[Any]:
-    """All at once; ids, what the logprobs were of, and why each ended."""
+    """All at once; ids, their logprobs, and why each ended."""
 
     def ask(one: tuple[list[int], dict[str, Any]]) -> Any:
         ids, params = one
@@ -61,7 +70,7 @@ def answers(engine: Engine, asked: list[tuple[list[int], dict[str, Any]]]) -> li
         told = []
         for choice in given if isinstance(given, list) else [given]:
             info = choice["meta_info"]
-            logprobs = [(round(entry[0], 2), entry[1]) for entry in info["output_token_logprobs"]]
+            logprobs = [(Near(entry[0]), entry[1]) for entry in info["output_token_logprobs"]]
             told.append((choice["output_ids"], logprobs, info["finish_reason"]["type"]))
         return told
 
@@ -94,7 +103,7 @@ def test_rows_that_were_retracted_go_on(model: str, expected: list[Any]) -> None
 
 @pytest.mark.usefixtures("on_a_device")
 def test_two_ranks_of_a_device(model: str, expected: list[Any]) -> None:
-    options = {"tensor_parallel_size": 2, "disable_cuda_graph": True}
-    with start(model, max_total_tokens=2000, **options) as engine:
+    """Their graphs have collectives in them."""
+    with start(model, max_total_tokens=2000, tensor_parallel_size=2) as engine:
         assert answers(engine, ASKED) == expected
         assert answers(engine, ASKED) == expected

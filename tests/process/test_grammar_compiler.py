@@ -28,7 +28,7 @@ from sapwood.srt.params import Constraint
 from sapwood.srt.worker.grammars import Grammars
 from tests.tokenizer_kinds import END, byte_level
 
-WAIT = 30.0
+WAIT = 60.0
 ROLES = Path(__file__).parent / "roles"
 GOOD = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 
@@ -114,10 +114,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def begin(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
     benches: list[Bench] = []
-    monkeypatch.setattr(compiler, "CHILD", "child_with_bombs")
     monkeypatch.setenv("PYTHONPATH", str(ROLES))
 
-    def start(**options: float) -> Bench:
+    def start(child: str = "child_with_bombs", **options: float) -> Bench:
+        monkeypatch.setattr(compiler, "CHILD", child)
         benches.append(Bench(tokenizer, **options))  # type: ignore[arg-type]
         return benches[-1]
 
@@ -139,10 +139,12 @@ def test_a_grammar_is_text_and_its_key_is_its_own(begin: Callable[..., Bench]) -
 
 
 def test_the_start_is_not_waited_for(begin: Callable[..., Bench]) -> None:
-    bench = begin()
+    bench = begin("child_never_ready")
     began = time.monotonic()
     bench.compiler.start()
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < compiler.ANSWER_SECONDS
+    bench = begin()
+    bench.compiler.start()
     bench.works()
 
 
@@ -159,7 +161,7 @@ def test_the_start_is_not_waited_for(begin: Callable[..., Bench]) -> None:
 def test_a_limit_is_a_400_that_names_it(
     begin: Callable[..., Bench], what: str, limits: dict[str, float], reason: str
 ) -> None:
-    bench = begin(**limits)
+    bench = begin("child_at_par", **limits)
     bench.works()
     pid = bench.engine().pid
     for _ in range(2):
@@ -170,7 +172,7 @@ def test_a_limit_is_a_400_that_names_it(
 
 
 def test_the_limit_is_two_seconds(begin: Callable[..., Bench]) -> None:
-    bench = begin(wall_seconds=60.0)
+    bench = begin("child_at_par", wall_seconds=60.0)
     bench.works()
     assert bench.refused(bad("endless"))
     assert 1.5 < bench.seconds[0] < 2.2
@@ -186,11 +188,11 @@ def test_whoever_asks_has_an_answer_in_time(begin: Callable[..., Bench]) -> None
 
 
 def test_too_little_time_is_no_fault_of_the_constraint(begin: Callable[..., Bench]) -> None:
-    bench = begin(cpu_seconds=60.0, wall_seconds=0.5)
+    bench = begin(cpu_seconds=60.0, wall_seconds=2.0)
     bench.works()
     assert (error := bench.compile(bad("endless")).error) is not None
     assert (error.status, error.param) == (503, "response_format")
-    assert "was not compiled within 0.5 s" in error.message
+    assert "was not compiled within 2 s" in error.message
     bench.works()
 
 
@@ -288,16 +290,16 @@ def test_a_fork_is_of_low_priority_after_a_while(begin: Callable[..., Bench]) ->
     bench = begin(wall_seconds=60.0, cpu_seconds=60.0)
     bench.works()
     bench.compiler.put(0, bad("endless"))
-    fork = bench.a_fork(0.2)
+    fork = bench.a_fork()
     bench.until(lambda: os.sched_getscheduler(fork.pid) == os.SCHED_IDLE)
     assert Path(f"/proc/{fork.pid}/stat").read_text().rpartition(")")[2].split()[38] == str(os.SCHED_IDLE)
-    assert os.sched_getscheduler(bench.engine().pid) == os.SCHED_OTHER
+    assert os.sched_getscheduler(bench.engine().pid) == os.sched_getscheduler(0)
     bench.works()  # meanwhile, as ever
     assert 0 not in bench.outcomes
 
 
 def test_what_is_quick_waits_for_nothing_slow(begin: Callable[..., Bench]) -> None:
-    bench = begin(wall_seconds=60.0, cpu_seconds=1.5)
+    bench = begin("child_at_par", wall_seconds=60.0, cpu_seconds=0.5)
     bench.works()
     for number in range(4):
         bench.compiler.put(number, bad("endless"))
@@ -310,7 +312,7 @@ def test_what_is_quick_waits_for_nothing_slow(begin: Callable[..., Bench]) -> No
 
 def test_only_so_many_slow_ones_wait(begin: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_SLOW", 1)
-    bench = begin(wall_seconds=60.0, cpu_seconds=1.5)
+    bench = begin("child_at_par", wall_seconds=60.0, cpu_seconds=0.5)
     bench.works()
     for number in range(5):
         bench.compiler.put(number, bad("endless"))
@@ -333,7 +335,7 @@ def test_who_has_most_slow_ones_gives_way(
     begin: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "MAX_SLOW", 2)
-    bench = begin(wall_seconds=60.0, cpu_seconds=60.0)
+    bench = begin("child_at_par", wall_seconds=60.0, cpu_seconds=60.0)
     bench.works()
     for number in range(4):
         bench.compiler.put(number, bad("endless", number), "many")
@@ -359,6 +361,13 @@ def test_a_fork_that_is_killed_costs_one_request(begin: Callable[..., Bench]) ->
     assert bench.engine().pid == pid
 
 
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_an_engine_that_is_killed_costs_what_it_was_at(begin: Callable[..., Bench]) -> None:
     bench = begin(wall_seconds=60.0, cpu_seconds=60.0)
     bench.works()
@@ -372,14 +381,14 @@ def test_an_engine_that_is_killed_costs_what_it_was_at(begin: Callable[..., Benc
     assert error.status == 500
     assert bench.outcomes[1].grammar is not None
     assert bench.engine().pid != engine.pid
-    bench.until(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE)
+    bench.until(lambda: not lives(fork))
 
 
 def test_an_engine_that_says_nothing_is_given_up(
     begin: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "ANSWER_SECONDS", 0.5)
-    bench = begin(wall_seconds=0.5)
+    monkeypatch.setattr(compiler, "ANSWER_SECONDS", 2.0)
+    bench = begin(wall_seconds=2.0)
     bench.works()
     engine = bench.engine()
     engine.suspend()
@@ -390,14 +399,14 @@ def test_an_engine_that_says_nothing_is_given_up(
 
 
 def test_what_is_dropped_ends_at_once(begin: Callable[..., Bench]) -> None:
-    bench = begin(wall_seconds=60.0, cpu_seconds=60.0)
+    bench = begin("child_at_par", wall_seconds=60.0, cpu_seconds=60.0)
     bench.works()
     for number in range(3):
         bench.compiler.put(number, bad("endless"))
     bench.a_fork()
     for number in range(3):
         bench.compiler.drop(number)
-    bench.until(lambda: not bench.forks(), 3.0)
+    bench.until(lambda: not bench.forks())
     bench.works()
     assert list(bench.outcomes) == [999]
 
@@ -495,5 +504,5 @@ def test_all_end_with_their_parent(tokenizer: Path, monkeypatch: pytest.MonkeyPa
         family = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(family) == 2
         parent.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    _, alive = psutil.wait_procs(family, timeout=WAIT)
+    assert not [p for p in alive if lives(p)]

@@ -13,7 +13,7 @@ from sapwood.lang.backend import Door
 from sapwood.srt.engine import Engine
 from sapwood.srt.errors import BadRequest
 from tests.models import default_source, default_tokenizer
-from tests.serving import Server, events, serve
+from tests.serving import Server, events, lines_of, serve
 
 DRAWN: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12}
 OPEN = {"role": "assistant", "content": [], "open": True}
@@ -80,7 +80,7 @@ def test_raw_parts_go_on_with_what_was_drawn(server: Server) -> None:
 def test_a_stream_ends_with_the_ids(server: Server) -> None:
     body = {"input": ["Rivers:"], "sampling_params": DRAWN, "stream": True}
     with httpx.stream("POST", server.url + "/generate", json=body, timeout=60) as response:
-        got = [event for event in events(response.iter_lines()) if event != "[DONE]"]
+        got = [event for event in events(lines_of(response)) if event != "[DONE]"]
     assert got[-1]["input_ids"] == generate(server, input=["Rivers:"])["input_ids"]
     assert all("input_ids" not in event for event in got[:-1])
 

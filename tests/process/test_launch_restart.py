@@ -73,20 +73,19 @@ def test_a_silent_server_is_reported_in_the_log(launch: Launch) -> None:
 
 
 def test_a_silent_server_is_killed(launch: Launch) -> None:
-    serving = launch(config={"heartbeat_timeout": 2.0}).ready()
+    serving = launch(config=TIMEOUT).ready()
     os.kill(serving.pid("server"), signal.SIGSTOP)
     assert serving.exit_code() == 1
-    assert "server was killed: no heartbeat for 2 s" in serving.output
+    assert "server was killed: no heartbeat for 6 s" in serving.output
     assert serving.nothing_left()
 
 
 def test_a_launcher_that_was_stopped_accuses_nobody(launch: Launch) -> None:
-    serving = launch(config={"heartbeat_timeout": 2.0}).ready()
+    serving = launch(config=TIMEOUT).ready()
     family = sorted(p.pid for p in serving.alive())
-    for seconds in (1.2, 4.0):
-        serving.process.send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        serving.process.send_signal(signal.SIGCONT)
+    for seconds in (3.5, 8.0):
+        with serving.stopped():
+            time.sleep(seconds)
         time.sleep(1.0)
     assert "heard" not in serving.output
     assert sorted(p.pid for p in serving.alive()) == family
@@ -119,11 +118,24 @@ def test_a_dead_worker_is_replaced_and_everybody_hears_of_it(launch: Launch) -> 
     assert serving.nothing_left()
 
 
+def test_a_new_worker_has_the_device_of_the_first(launch: Launch) -> None:
+    """All was sized for it: a GPU that has gone must not become a CPU that is asked for as much."""
+    serving = restarting(launch, env={"ROLE_SCHEDULER_WAITS": "1"})
+    client = serving.connect()
+    first = client.line()
+    assert (first["facts"]["device"], first["device"]) == ("auto", "cuda")
+    os.kill(serving.pid("worker"), signal.SIGKILL)
+    lines = [client.line() for _ in range(4)]
+    (serve,) = (line for line in lines if line["told"] == "Serve")
+    assert (serve["facts"]["device"], serve["device"]) == ("cuda", "cuda")
+    client.close()
+
+
 def test_a_silent_worker_is_replaced(launch: Launch) -> None:
-    serving = restarting(launch, config={"heartbeat_timeout": 2.0})
+    serving = restarting(launch, config=TIMEOUT)
     first = serving.pid("worker")
     os.kill(first, signal.SIGSTOP)
-    assert serving.prints("worker was killed: no heartbeat for 2 s")
+    assert serving.prints("worker was killed: no heartbeat for 6 s")
     assert serving.prints("worker 1 is ready")
     assert serving.pid("worker") != first
 
@@ -148,8 +160,9 @@ def test_the_fourth_death_within_a_minute_is_the_end(launch: Launch) -> None:
 
 
 def test_a_worker_that_fails_again_and_again_is_the_end(launch: Launch) -> None:
-    env = {"ROLE_ENDS": "raise", "ROLE_ENDS_AFTER": "0.5"}
+    env = {"ROLE_ENDS": "raise", "ROLE_ENDS_READY": ""}
     serving = restarting(launch, {"worker": "role_ends"}, env=env)
+    serving.go()
     assert serving.exit_code() == 1
     assert serving.output.count("another one is being started") == 3
     assert serving.output.count("ZeroDivisionError: seven by nothing") == 4

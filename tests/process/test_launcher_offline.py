@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 import sapwood
-from sapwood.srt import child, config
+from sapwood.srt import child, config, launch
 from sapwood.srt.errors import ConfigError, ProcessDied
 from sapwood.srt.launch import Interrupted, Launcher
 from sapwood.srt.lifeline import Wire
@@ -42,8 +43,12 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
 
 
 def children() -> list[psutil.Process]:
-    ours = psutil.Process().children(recursive=True)
-    return [p for p in ours if "sapwood.srt.lifeline" in p.cmdline()]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            if "sapwood.srt.lifeline" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def lives(process: psutil.Process) -> bool:
@@ -67,14 +72,18 @@ def test_start_watch_interrupt_close(launcher: Launcher) -> None:
     launcher.close()
 
 
-def test_a_death_is_raised_at_once(launcher: Launcher) -> None:
-    launcher.start()
-    (victim,) = [p for p in children() if "scheduler" in p.cmdline()]
-    began = time.monotonic()
-    victim.kill()
-    with pytest.raises(ProcessDied, match=r"scheduler died: killed by signal 9 \(SIGKILL"):
-        launcher.watch()
-    assert time.monotonic() - began < 0.5
+def test_a_death_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when the launcher next looks up by itself."""
+    monkeypatch.setenv("PYTHONPATH", str(ROLES_FOLDER))
+    monkeypatch.setattr(launch, "POLL_SECONDS", 60.0)
+    with Launcher(config.make(heartbeat_timeout=3600.0), SOURCE, IDLE) as launcher:
+        launcher.start()
+        (victim,) = [p for p in children() if "scheduler" in p.cmdline()]
+        began = time.monotonic()
+        victim.kill()
+        with pytest.raises(ProcessDied, match=r"scheduler died: killed by signal 9 \(SIGKILL"):
+            launcher.watch()
+        assert time.monotonic() - began < 30.0
 
 
 def test_a_launcher_that_fails_half_way_leaves_nothing(
@@ -134,7 +143,7 @@ time.sleep(60)
         ours = [p for p in below if "sapwood.srt.lifeline" in p.cmdline()]
         (fork,) = [p for p in below if p not in ours]
         process.kill()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while any(lives(p) for p in ours) and time.monotonic() < deadline:
             time.sleep(0.01)
         left = [p.pid for p in ours if lives(p)]

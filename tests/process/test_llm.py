@@ -329,9 +329,15 @@ def test_the_engine_takes_the_same_parameters(llm: LLM, engine: Engine) -> None:
 
 
 def test_ctrl_c_aborts_the_call_and_nothing_else(llm: LLM) -> None:
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    def press() -> None:
+        ask = llm._runtime.service.client.ask
+        while not llm._runtime.run(ask("state"))["running"]:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS * 40, greedy(max_tokens=400))
+        llm.generate(PROMPTS * 400, greedy(max_tokens=400))
     assert len(llm.generate(PROMPTS, GREEDY)) == 5
 
 

@@ -19,9 +19,11 @@ import pytest
 
 import sapwood
 from tests.models import VOCAB, tiny_llama
-from tests.serving import Server, events, serve
+from tests.serving import Server, events, lines_of, serve
 
 STREAMS = 8
+ENDLESS = 20_000
+"""Tokens that no worker draws before a test has done what it does meanwhile. Without drafts, that is."""
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +33,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Path:
-    return tiny_llama(folder / "model", max_position_embeddings=4096)
+    return tiny_llama(folder / "model", max_position_embeddings=32768)
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, folder: Path) -> Iterator[Server]:
-    flags = {"max_total_tokens": 40000, "max_running_requests": STREAMS, "heartbeat_timeout": 8}
-    with serve(model, folder, restart_worker=True, **flags) as running:
+    flags = {"max_total_tokens": 200_000, "max_running_requests": STREAMS, "heartbeat_timeout": 8}
+    with serve(model, folder, restart_worker=True, speculative_algorithm="none", **flags) as running:
         yield running
 
 
@@ -72,9 +74,10 @@ def wait_for(condition: Callable[[], Any], seconds: float = 40.0) -> Any:
 class Streams:
     """Long streams that have begun; `ends` is how each has ended."""
 
-    def __init__(self, server: Server, count: int) -> None:
+    def __init__(self, server: Server, count: int, tokens: int = ENDLESS) -> None:
         self.ends: list[list[Any]] = []
         self._server = server
+        self._tokens = tokens
         self._begun = threading.Semaphore(0)
         self._threads = [threading.Thread(target=self._read, args=(i,)) for i in range(count)]
         for thread in self._threads:
@@ -83,10 +86,10 @@ class Streams:
             assert self._begun.acquire(timeout=30)
 
     def _read(self, i: int) -> None:
-        body = {"prompt": ids(20, 500 + i), "max_tokens": 3900, "ignore_eos": True, "stream": True}
+        body = {"prompt": ids(20, 500 + i), "max_tokens": self._tokens, "ignore_eos": True, "stream": True}
         url = self._server.url + "/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=60) as response:
-            seen = events(response.iter_lines())
+            seen = events(lines_of(response))
             next(seen)
             self._begun.release()
             last: list[Any] = [None, None]
@@ -96,7 +99,7 @@ class Streams:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(30)
+            thread.join(90)
             assert not thread.is_alive(), "a stream hangs"
 
 
@@ -147,12 +150,12 @@ def test_the_answers_of_a_new_worker_are_those_of_a_new_server(
 
 @pytest.mark.parametrize("role", ["worker", "scheduler", "tokenizer", "server"])
 def test_a_stopped_process_is_noticed_and_goes_on_where_it_was(server: Server, role: str) -> None:
-    want = server.generate(ids(30, 9), max_new_tokens=2000)["output_ids"]
+    want = server.generate(ids(30, 9), max_new_tokens=4000)["output_ids"]
     process = server.children()[role]
     said = f"{role} has not been heard for 3 s" if role != "worker" else "has not been heard for 3 s"
     heard = server.output.read_text().count("is heard again")
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.generate, ids(30, 9), max_new_tokens=2000)
+        running = pool.submit(server.generate, ids(30, 9), max_new_tokens=4000)
         wait_for(lambda: server.state()["running"])
         process.send_signal(signal.SIGSTOP)
         try:
@@ -165,6 +168,7 @@ def test_a_stopped_process_is_noticed_and_goes_on_where_it_was(server: Server, r
         finally:
             process.send_signal(signal.SIGCONT)
         assert running.result(60)["output_ids"] == want
+    wait_for(lambda: server.output.read_text().count("is heard again") > heard)
     wait_for(lambda: health(server)[0] == 200, 5)
     assert server.output.read_text().count("is heard again") == heard + 1
     settled(server)
@@ -183,8 +187,9 @@ def test_a_worker_that_stays_silent_is_replaced(server: Server) -> None:
 
 
 def test_a_request_waits_no_longer_than_it_may(model: Path, folder: Path) -> None:
-    with serve(model, folder, max_total_tokens=20000, max_running_requests=1, queue_timeout=1) as narrow:
-        streams = Streams(narrow, 1)
+    flags = {"max_total_tokens": 20000, "max_running_requests": 1, "speculative_algorithm": "none"}
+    with serve(model, folder, queue_timeout=1, **flags) as narrow:
+        streams = Streams(narrow, 1, 8000)
 
         def ask(timeout: float) -> tuple[float, httpx.Response]:
             began = time.monotonic()
@@ -213,11 +218,12 @@ def test_an_engine_gets_another_worker_too(model: Path, tmp_path: Path) -> None:
     program = f"""
 import psutil, sapwood
 from sapwood.srt.errors import ProcessDied
-with sapwood.Engine({str(model)!r}, restart_worker=True, max_total_tokens=4000, num_threads=1) as engine:
+options = {{"max_total_tokens": 30000, "num_threads": 1, "speculative_algorithm": "none"}}
+with sapwood.Engine({str(model)!r}, restart_worker=True, **options) as engine:
     params = {{"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}}
     want = engine.generate("A river", params)["text"]
     (worker,) = [p for p in psutil.Process().children(recursive=True) if "worker" in p.cmdline()]
-    stream = engine.generate("A lake", {{**params, "max_new_tokens": 3000}}, stream=True)
+    stream = engine.generate("A lake", {{**params, "max_new_tokens": {ENDLESS}}}, stream=True)
     next(stream)
     worker.kill()
     try:

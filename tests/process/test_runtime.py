@@ -45,7 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def runtime(model: str) -> Iterator[Runtime]:
-    with Runtime(model_path=model, tp_size=1, mem_fraction_static=0.3, max_total_tokens=4096) as runtime:
+    # Without drafts, so that an answer comes in pieces even where all cores are busy.
+    options = {"max_total_tokens": 4096, "speculative_algorithm": "none"}
+    with Runtime(model_path=model, tp_size=1, mem_fraction_static=0.3, **options) as runtime:
         yield runtime
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from sapwood import LLM, Engine, SamplingParams
 from sapwood.srt.errors import BadRequest
 from tests.models import tiny_llama
-from tests.serving import Server, events, serve
+from tests.serving import Server, events, lines_of, serve
 
 PROMPTS = ["The sapwood of a tree", "A river is", "Numbers: 1, 2"]
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -80,7 +80,7 @@ def test_nothing_of_a_match_is_streamed(server: Server) -> None:
     asked = {"max_tokens": TOKENS, "stop_regex": [pattern, "never"], "stream": True}
     body = {"prompt": PROMPTS[0], **GREEDY, **asked}
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
-        choices = [event["choices"][0] for event in list(events(answer.iter_lines()))[:-1]]
+        choices = [event["choices"][0] for event in list(events(lines_of(answer)))[:-1]]
     assert "".join(choice["text"] for choice in choices) == cut(plain, pattern)
     assert (choices[-1]["finish_reason"], choices[-1]["matched_stop"]) == ("stop", pattern)
 

@@ -13,10 +13,12 @@ from tokenizers import Tokenizer
 
 from sapwood.srt.tokenizer.vocabulary import LEVEL_BYTES
 from tests.models import IM_END, VOCAB, random_tensors, save_weights, tiny_llama, tiny_tokenizer
-from tests.serving import Server, events, serve
+from tests.serving import Server, events, lines_of, serve
 from tests.tokenizer_kinds import END, START, metaspace
 
 PADDING = 64
+INTERVAL = 400
+"""Tokens of a piece."""
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,10 @@ def server(folder: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def coarse(folder: Path) -> Iterator[Server]:
-    """Without drafts: with them busy cores have a whole answer done before its first token is told."""
-    flags = {"max_total_tokens": 4096, "stream_interval": 8, "speculative_algorithm": "none"}
-    with serve(tiny_llama(folder / "coarse"), folder, **flags) as running:
+    """Whose interval is so long, and which has no drafts, that a first token is told before it is over even
+    where all cores are busy."""
+    flags = {"max_total_tokens": 4096, "stream_interval": INTERVAL, "speculative_algorithm": "none"}
+    with serve(tiny_llama(folder / "coarse", max_position_embeddings=4096), folder, **flags) as running:
         yield running
 
 
@@ -67,7 +70,7 @@ def streamed(server: Server, route: str, body: dict[str, Any]) -> list[Any]:
     """The events of a stream; it has ended with [DONE]."""
     with httpx.stream("POST", server.url + route, json={**body, "stream": True}, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
-        seen = list(events(answer.iter_lines()))
+        seen = list(events(lines_of(answer)))
     assert seen.pop() == "[DONE]"
     return seen
 
@@ -122,7 +125,7 @@ def test_p08_no_part_of_a_stop_string_is_streamed(server: Server, seed: int) -> 
 def test_a_stream_interval_makes_pieces_larger_and_changes_nothing(coarse: Server, stop: bool) -> None:
     body: dict[str, Any] = {
         "prompt": [5, 6, 7],
-        "max_tokens": 101,
+        "max_tokens": 4 * INTERVAL + 5,
         "temperature": 1,
         "seed": 3,
         "ignore_eos": True,
@@ -131,14 +134,14 @@ def test_a_stream_interval_makes_pieces_larger_and_changes_nothing(coarse: Serve
         "return_token_ids": True,
     }
     if stop:
-        body["stop"] = [whole(coarse, body)["text"][50:62]]
+        body["stop"] = [whole(coarse, body)["text"][2 * INTERVAL + 50 :][:12]]
     wanted = whole(coarse, body)
     begin, *rest = (event["choices"][0] for event in streamed(coarse, "/v1/completions", body))
     assert begin["prompt_token_ids"] == [5, 6, 7]
     first = next(i for i, choice in enumerate(rest) if choice["text"])
-    assert len(rest[0]["token_ids"]) < 8, "the first token waits for no others"
-    assert all(len(choice["token_ids"]) >= 8 for choice in rest[first + 1 : -1])
-    assert len(rest) <= first + 2 + len(wanted["token_ids"]) // 8
+    assert len(rest[0]["token_ids"]) < INTERVAL, "the first token waits for no others"
+    assert all(len(choice["token_ids"]) >= INTERVAL for choice in rest[first + 1 : -1])
+    assert len(rest) <= first + 2 + len(wanted["token_ids"]) // INTERVAL
     assert "".join(choice["text"] for choice in rest) == wanted["text"]
     assert [token for choice in rest for token in choice["token_ids"]] == wanted["token_ids"]
     said = [value for choice in rest for value in choice["logprobs"]["token_logprobs"]]

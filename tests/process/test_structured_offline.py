@@ -92,7 +92,8 @@ def test_what_cannot_be_enforced_is_refused(llm: LLM) -> None:
 
 
 def test_a_chats_constraint_comes_after_its_reasoning(llm: LLM, engine: Engine) -> None:
-    params = SamplingParams(max_tokens=20, structured_outputs={"regex": "[ab]{3}"})
+    # Reasoning that has begun goes on: its EOS is ignored, and no seed of these draws "</think>".
+    params = SamplingParams(max_tokens=20, structured_outputs={"regex": "[ab]{3}"}, ignore_eos=True, seed=1)
     over = llm.chat(ASK, params)[0].outputs[0]
     assert set(over.text) <= {"a", "b"}
     assert over.reasoning_content is None
@@ -100,7 +101,7 @@ def test_a_chats_constraint_comes_after_its_reasoning(llm: LLM, engine: Engine) 
     assert begun.text == ""
     assert begun.reasoning_content
     assert begun.finish_reason == "length"
-    native = {"regex": "[ab]{3}", "max_new_tokens": 20}
+    native = {"regex": "[ab]{3}", "max_new_tokens": 20, "ignore_eos": True, "seed": 1}
     assert set(engine.chat(ASK, native)["text"]) <= {"a", "b"}
     answer = engine.chat(ASK, native, chat_template_kwargs={"think": 1})
     assert answer["text"] == ""

@@ -59,7 +59,7 @@ def server(model: Path, folder: Path) -> Iterator[Server]:
 
 
 def chat(server: Server, **fields: Any) -> dict[str, Any]:
-    response = server.post("/v1/chat/completions", {"messages": ASK, "temperature": 1, **fields})
+    response = server.post("/v1/chat/completions", {"messages": ASK, "temperature": 1, "seed": 1, **fields})
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -116,7 +116,7 @@ def test_streamed_calls_are_the_whole_ones(server: Server) -> None:
     fields = {"tools": TOOLS, "tool_choice": named, "seed": 3, "max_tokens": 400}
     whole = chat(server, **fields)["choices"][0]
     body = {"messages": ASK, "temperature": 1, **fields, "stream": True}
-    lines = iter(server.post("/v1/chat/completions", body).text.splitlines())
+    lines = iter(server.post("/v1/chat/completions", body).text.split("\n"))
     parts = [choice for event in events(lines) if event != "[DONE]" for choice in event["choices"]]
     deltas = [call["function"] for part in parts for call in part["delta"].get("tool_calls", [])]
     assert whole["finish_reason"] == parts[-1]["finish_reason"] == "tool_calls"

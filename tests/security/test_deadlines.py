@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ from sapwood.srt.client import Client
 from sapwood.srt.config import make
 from sapwood.srt.messages import Abort, Chunk, Ended, Generate, Started, pack
 from sapwood.srt.params import SamplingParams
+from tests.api.clock import stopped
 from tests.api.scripted import Harness, answer, client, started
 from tests.api.test_chat import events
 from tests.api.test_client import HELLO, PARAMS, Bench
+from tests.api.test_streams import in_thread
 
 
 @pytest.fixture
@@ -41,10 +44,15 @@ def test_the_smaller_limit_counts(
     mine.tokenizer.script = lambda g: [started(g), Chunk(g.rid, 0, "Pa", pack([5]))]
 
     async def run(client: Client) -> None:
-        began = time.monotonic()
-        stream = client.submit(HELLO, PARAMS, timeout=own)
-        got = [event async for event in stream]
-        assert limit <= time.monotonic() - began < limit + 2
+        with stopped(asyncio.get_running_loop()) as clock:
+            stream = client.submit(HELLO, PARAMS, timeout=own)
+            got = [await anext(stream) for _ in range(2)]
+            clock.passes(limit - 0.01)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert client.live == 1
+            clock.passes(0.02)
+            got += [event async for event in stream]
         assert [type(event) for event in got] == [Started, Chunk, Ended]
         error = got[-1].error  # type: ignore[union-attr]
         assert error is not None
@@ -76,8 +84,11 @@ def test_each_prompt_of_a_request_has_it(bench: Callable[..., Bench]) -> None:
     mine.tokenizer.script = script
 
     async def run(client: Client) -> None:
-        streams = client.submit_all([(HELLO, PARAMS)] * 3, timeout=0.2)
-        ends = [[event async for event in stream][-1] for stream in streams]
+        with stopped(asyncio.get_running_loop()) as clock:
+            streams = client.submit_all([(HELLO, PARAMS)] * 3, timeout=0.2)
+            ends = [[event async for event in streams[0]][-1]]
+            clock.passes(0.2)
+            ends += [[event async for event in stream][-1] for stream in streams[1:]]
         assert [end.error is None for end in ends] == [True, False, False]  # type: ignore[union-attr]
 
     mine.run(run)
@@ -110,9 +121,12 @@ def test_a_refused_request_sets_no_timer(bench: Callable[..., Bench]) -> None:
     mine.tokenizer.script = lambda g: [Ended(g.rid)]
 
     async def run(client: Client) -> None:
-        stream = client.submit(HELLO, PARAMS)
-        assert [type(event) async for event in stream] == [Ended]
-        await asyncio.sleep(1.2)
+        with stopped(asyncio.get_running_loop()) as clock:
+            stream = client.submit(HELLO, PARAMS)
+            assert [type(event) async for event in stream] == [Ended]
+            clock.passes(1.2)
+            for _ in range(3):
+                await asyncio.sleep(0)
         assert stream.ready() == []
 
     mine.run(run)
@@ -125,17 +139,32 @@ def test_over_http(new_server: Callable[..., Harness], stream: bool, begun: bool
     """504 as long as nothing has been sent; later an error event, and then the end."""
     harness = new_server(make(request_timeout=0.3))
     harness.tokenizer.script = lambda g: [started(g), Chunk(g.rid, 0, "Pa", pack([5]))] if begun else []
-    with client(harness) as http:
-        response = http.post("/v1/completions", json={"prompt": "x", "stream": stream})
+    first = threading.Event()
+
+    def ask() -> tuple[int, str]:
+        body = {"prompt": "x", "stream": stream}
+        with client(harness) as http, http.stream("POST", "/v1/completions", json=body) as response:
+            text = ""
+            for piece in response.iter_text():
+                text += piece
+                first.set()
+            return response.status_code, text
+
+    with stopped(harness.loop) as clock:
+        asked = in_thread(ask)
+        harness.until(lambda: harness.client.live == 1)
+        assert not (stream and begun) or first.wait(20)
+        clock.passes(0.3)
+        status, text = asked()
     if stream and begun:
-        assert response.status_code == 200
-        values = events(response.text)
+        assert status == 200
+        values = events(text)
         assert values[0]["choices"][0]["text"] == "Pa"
         assert values[-1]["error"]["code"] == "deadline_exceeded"
         assert sum("error" in value for value in values) == 1
-        assert response.text.endswith("data: [DONE]\n\n")
+        assert text.endswith("data: [DONE]\n\n")
     else:
-        assert response.status_code == 504
-        assert response.json()["error"]["type"] == "timeout_error"
+        assert status == 504
+        assert json.loads(text)["error"]["type"] == "timeout_error"
     harness.tokenizer.wait_for(Abort)
     harness.until(lambda: harness.client.live == 0)

@@ -81,7 +81,7 @@ def test_p45_a_signal_while_serve_begins(tmp_path: Path) -> None:
                 break
             time.sleep(0.01)
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(20) == 0
     finally:
         process.kill()
         process.wait()

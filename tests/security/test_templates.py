@@ -120,9 +120,8 @@ def test_a_large_parent_does_not_make_its_processes_short_lived() -> None:
 
 def test_a_stuck_template_holds_up_no_other_thread() -> None:
     isolated = IsolatedTemplate(
-        "{% if messages[0].content == 'bad' %}" + GREEDY["nested lists"] + "{% endif %}ok", {}, 1.0
+        "{% if messages[0].content == 'bad' %}" + GREEDY["ranges"] + "{% endif %}ok", {}, 60.0
     )
-    isolated.render(CHAT)
     refused: list[str] = []
 
     def bad() -> None:
@@ -132,16 +131,15 @@ def test_a_stuck_template_holds_up_no_other_thread() -> None:
 
     thread = threading.Thread(target=bad)
     thread.start()
-    slowest, count = 0.0, 0
-    while thread.is_alive():
-        begin = time.monotonic()
+    while not isolated._busy:
+        time.sleep(0.001)
+    (stuck,) = isolated._busy
+    for _ in range(50):
         assert isolated.render(CHAT) == "ok"
-        slowest, count = max(slowest, time.monotonic() - begin), count + 1
-    thread.join()
-    assert "took more than 1 s" in refused[0]
-    assert count > 20
-    assert slowest < 1.5
+    assert [*isolated._busy] == [stuck]
     isolated.close()
+    thread.join(20)
+    assert "its process has ended" in refused[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -448,7 +446,7 @@ def test_a_process_ends_with_its_parent_amid_a_rendering_and_says_nothing() -> N
                 time.sleep(0.01)
             parent.kill()
             killed = time.monotonic()
-            while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+            while is_alive(child):
                 assert time.monotonic() < killed + 1.5
                 time.sleep(0.01)
             assert parent.stderr.read() == b""
@@ -504,6 +502,14 @@ def test_a_process_does_not_outlive_its_parent() -> None:
             time.sleep(0.1)
             parent.kill()
         end = time.monotonic() + 15
-        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        while is_alive(child):
             assert time.monotonic() < end
             time.sleep(0.02)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """It may be waited for by another, and so be gone, at any time."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -40,7 +40,7 @@ class World:
 
     def __init__(self, num_slots: int = 256, context: int = 200, **options: Any) -> None:
         config = make(**{"max_running_requests": 8, "chunked_prefill_size": 16, "random_seed": 1, **options})
-        self.worker = SimulatedWorker(num_slots, config.max_running_requests, context)
+        self.worker = SimulatedWorker(num_slots, config.on("cpu").rows, context)
         self.begin(config, model(context), num_slots, self.worker.run)
 
     def begin(

@@ -6,26 +6,38 @@ scripted.
 from __future__ import annotations
 
 import json
-import math
 import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gpu import watch
-from bench.gpu.__main__ import main
-from bench.gpu.parts import BACKEND, NAMES, RAN
-from bench.gpu.report import Report
-from bench.gpu.shape import FULL, LLAMA_8B, prefill_flops, weight_bytes
-from bench.gpu.trace import Event, busiest, events_of, gaps, window
+from bench.gpu import __main__ as program, watch
+from bench.gpu.__main__ import Bench, main, parsed
+from bench.gpu.parts import (
+    ATTENTION,
+    BACKEND,
+    NAMES,
+    OPS,
+    RAN,
+    REASON,
+    limit_of,
+    limits_of,
+    needed,
+    short,
+    time_for,
+)
 from bench.gpu.watch import Crew
-from sapwood.srt.models.registry import spec_of
-from sapwood.srt.models.spec import EMBEDDING, tensor_shapes
 
 SELF = "tests.unit.test_bench_gpu"
+ROWS = {"row": "w", "ran": RAN, "lost": "it does not compile"}
+REASONS = {"": "as scripted", "*": "x" * 140_001}
+"""What a script's words tell; * is more than an argument may be."""
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +68,16 @@ def test_a_dry_run_says_that_it_is_one(dry: dict[str, Any]) -> None:
 def test_the_json_has_all_that_a_reader_needs(dry: dict[str, Any]) -> None:
     assert set(dry) == {
         "hardware", "dry_run", "date", "command", "budget", "seconds", "versions", "backend",
-        "no_flashinfer", "no_graphs", "not_met", "parts",
+        "no_flashinfer", "without", "no_graphs", "not_met", "parts",
     }  # fmt: skip
     assert {"sapwood", "torch", "torch_cuda", "driver", "flashinfer", "nvcc"} <= set(dry["versions"])
     rows = {name: part["rows"] for name, part in dry["parts"].items()}
     for row in rows["decode"]:
         assert row["rate"] == pytest.approx(row["bytes"] / row["step_s"])
         assert row["goal"] == 0.7
+        assert 0 < row["lowest_s"] <= row["step_s"] <= row["highest_s"]
+        assert row["samples"] >= 6
+        assert (row["what"].split(",")[0], row["context"] > 40) == (f"batch {row['batch']}", True)
         assert 0 < row["share"] < 1.5
     assert [row["goal"] for row in rows["prefill"]] == [0.6, 0.6]
     assert len(rows["first_token"]) == 3
@@ -73,6 +88,9 @@ def test_the_json_has_all_that_a_reader_needs(dry: dict[str, Any]) -> None:
     assert len(rows["baseline"]) == 4
     assert {row["what"]: row["value"] for row in rows["tests"]}["passed"] > 0
     assert rows["deterministic"][0]["value"] in ("yes", "no")
+    assert [row["what"] for row in rows["model"][:2]] == [
+        "weights, to be warmed up", "loaded, with random weights, K and V",
+    ]  # fmt: skip
     assert rows["model"][-1]["graphs"] == [1, 2, 4]
 
 
@@ -98,8 +116,8 @@ def crew(script: dict[str, list[Any]], told: list[str] | None = None, seconds: f
     return Crew(["--script", json.dumps(script)], seconds, seen, SELF)
 
 
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "limit_of", lambda name: 0.3)
+def hurry(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
+    monkeypatch.setattr(watch, "limit_of", lambda name, given: seconds)
     monkeypatch.setattr(watch, "GRACE", 0.3)
     monkeypatch.setattr(watch, "ENDING", 0.2)
 
@@ -126,9 +144,8 @@ def test_a_part_that_fails_or_crashes_keeps_its_rows_and_the_others_go_on() -> N
 def test_a_part_that_hangs_is_ended_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
     runs = crew({"rates": ["row", "hang"]})
-    begin = time.monotonic()
     runs.run(["found", "rates", "tests"])
-    assert time.monotonic() - begin < 8
+    assert 0.6 <= runs.outcomes["rates"].seconds < 8
     status, reason = outcomes(runs)["rates"]
     assert status == "cut"
     assert reason is not None
@@ -137,7 +154,7 @@ def test_a_part_that_hangs_is_ended_at_its_limit(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_a_killed_part_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hurry(monkeypatch)
+    hurry(monkeypatch, 2.0)  # in which it is started
     runs = crew({"rates": [f"spawn {tmp_path / 'pid'}", "hang"]})
     runs.run(["found", "rates"])
     pid = int((tmp_path / "pid").read_text())
@@ -156,11 +173,112 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("part", BACKEND)
 def test_where_flashinfer_fails_plain_torch_is_measured(part: str) -> None:
-    runs = crew({part: ["crash unless plain"]})
+    runs = crew({part: ["crash unless --plain"]})
     runs.run(["found", "kernels", "model", "decode"])
     assert f"the part {part} was failed" in runs.plain
     assert outcomes(runs)["model"] == outcomes(runs)["decode"] == ("done", None)
     assert not runs.no_graphs
+
+
+def test_a_kernel_that_is_lost_is_done_without_and_flashinfer_is_kept() -> None:
+    runs = crew({"kernels": [f"lost {OPS}", "fail"], "model": [f"crash unless --without={OPS}"]})
+    runs.run(["found", "kernels", "model", "decode"])
+    assert runs.without == {OPS: "it does not compile"}
+    assert not runs.plain
+    assert outcomes(runs)["kernels"][0] == "failed"
+    assert outcomes(runs)["model"] == outcomes(runs)["decode"] == ("done", None)
+
+
+@pytest.mark.parametrize("words", [[f"lost {ATTENTION}", f"lost {OPS}", "fail"], [f"lost {OPS}", "hang"]])
+def test_without_attentions_kernels_or_where_they_are_unknown_plain_torch_is_measured(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch, 1.0)
+    runs = crew({"kernels": words, "model": ["crash unless --plain"]})
+    runs.run(["found", "kernels", "model"])
+    assert runs.plain
+    assert outcomes(runs)["model"] == ("done", None)
+
+
+def test_a_reason_that_is_long_is_no_argument() -> None:
+    runs = crew({"kernels": ["fail *"], "model": ["crash unless --plain"]})
+    runs.run(["found", "kernels", "model"])
+    assert len(runs.plain) > 140_000
+    assert outcomes(runs)["model"] == ("done", None)
+
+
+def test_a_compilers_output_is_cut_to_what_tells() -> None:
+    told = "RuntimeError: Ninja build failed.\n" + "nvcc -I/x \n" * 20_000
+    told += "a.cu:1: fatal error: curand.h: No such file\n" + "more\n" * 100
+    assert short(told) == "RuntimeError: Ninja build failed. | a.cu:1: fatal error: curand.h: No such file"
+    assert len(short("error " * 10_000 + "\nerror " * 10_000)) <= REASON
+    assert short("as\0 scripted\n") == "as scripted"
+
+
+def test_a_part_has_the_limit_that_was_given() -> None:
+    runs = Crew(["--script", "{}"], 300.0, lambda part, row: None, SELF, {"kernels": 600.0})
+    runs.run(["found", "kernels"])
+    assert [outcome.limit for outcome in runs.outcomes.values()] == [limit_of("found"), 600.0]
+    assert time_for("kernels", 500.0, [], {"kernels": 300.0}) == 300.0
+    assert limits_of(["kernels=300", "model=1.5"]) == {"kernels": 300.0, "model": 1.5}
+    for wrong in ("kernel=3", "kernels", "kernels=x"):
+        with pytest.raises(SystemExit):
+            main(["--limit", wrong])
+
+
+def test_tests_leave_time_for_the_parts_behind_them() -> None:
+    assert time_for("tests", 150.0, ["fp8"], {}) == 90.0
+    assert time_for("tests", 70.0, ["fp8"], {}) == 30.0
+    assert time_for("tests", 20.0, ["fp8"], {}) == 20.0
+    assert time_for("tests", 110.0, [], {}) == 110.0
+
+
+def test_what_a_part_needs_is_done_before_it() -> None:
+    assert needed(["decode"]) == ["found", "kernels", "rates", "decode"]
+    assert needed(["tests"]) == ["found", "kernels", "tests"]
+    assert needed(["found"]) == ["found"]
+    assert needed(NAMES) == list(NAMES)
+
+
+def test_a_bench_that_is_ended_ends_what_runs_and_says_what_ran(tmp_path: Path) -> None:
+    file, pid = tmp_path / "ended.json", tmp_path / "pid"
+    script = json.dumps({"rates": ["row", f"spawn {pid}", "hang"]})
+    command = [sys.executable, "-m", SELF, "--bench", str(file), script]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    try:
+        wait_for(lambda: pid.exists() and pid.read_text() != "")
+        found = json.loads(file.read_text())
+        assert found["parts"]["rates"]["status"] == "running"
+        assert len(found["parts"]["rates"]["rows"]) == 1, "it is written with each row"
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    statuses = {name: part["status"] for name, part in json.loads(file.read_text())["parts"].items()}
+    assert statuses == {"found": "done", "rates": "running", "decode": "skipped"}
+    wait_for(lambda: not is_running(int(pid.read_text())))
+
+
+def test_a_child_does_not_outlive_a_bench_that_was_killed(tmp_path: Path) -> None:
+    file, pid = tmp_path / "killed.json", tmp_path / "pid"
+    script = json.dumps({"rates": [f"itself {pid}", "hang"]})
+    process = subprocess.Popen(
+        [sys.executable, "-m", SELF, "--bench", str(file), script], cwd=Path(__file__).parents[2]
+    )
+    try:
+        wait_for(lambda: pid.exists() and pid.read_text() != "")
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not is_running(int(pid.read_text())))
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.02)
 
 
 def test_flashinfer_that_is_not_there_is_no_failure() -> None:
@@ -173,7 +291,7 @@ def test_flashinfer_that_is_not_there_is_no_failure() -> None:
 
 
 def test_where_only_graphs_fail_flashinfer_is_measured_without() -> None:
-    runs = crew({"model": ["ran", "crash unless eager"]})
+    runs = crew({"model": ["ran", "crash unless --no-graphs"]})
     runs.run(["found", "kernels", "model", "decode"])
     assert "the part model was failed" in runs.no_graphs
     assert not runs.plain
@@ -195,86 +313,9 @@ def test_what_the_time_does_not_reach_says_so() -> None:
     assert "no time is left" in reason
 
 
-def test_a_share_is_of_what_was_measured_and_decides_the_goal() -> None:
-    report = Report(dry=False)
-    report.take("rates", {"what": "read", "value": 4000.0, "unit": "GB/s", "roofline": "read"})
-    good = {"what": "batch 1", "value": 9.0, "unit": "tokens/s", "rate": 3.0e12, "of": "read", "goal": 0.7}
-    bad = good | {"rate": 2.7e12}
-    assert "75% of reading" in report.take("decode", good)
-    assert "NOT MET" in report.take("decode", bad)
-    assert (good["share"], good["met"], bad["met"]) == (0.75, True, False)
-    unknown = good | {"of": "matmul"}
-    report.take("decode", unknown)
-    assert (unknown["share"], unknown["met"]) == (None, None)
-    none = {"what": "gaps", "value": 1, "unit": "gaps", "most": 0}
-    report.take("gaps", none)
-    assert none["met"] is False
-
-
-def test_decode_reads_all_weights_but_the_embedding() -> None:
-    spec = spec_of(LLAMA_8B)
-    matrices = {name: shape for name, shape in tensor_shapes(spec).items() if len(shape) == 2}
-    params = sum(math.prod(shape) for shape in matrices.values())
-    assert 8.0e9 < params < 8.1e9
-    head = spec.vocab * spec.hidden
-    assert weight_bytes(spec, 2) == 2 * (params - math.prod(matrices[EMBEDDING]))
-    assert weight_bytes(spec, 1) == params - math.prod(matrices[EMBEDDING]) + head
-    one = prefill_flops(spec, 1)
-    assert one == 2.0 * (params - head) + 4 * spec.layers * spec.q_heads * spec.head_dim
-    assert prefill_flops(spec, 8192) > 8192 * (one - 2.0 * head)
-
-
-def test_the_pool_holds_what_is_measured() -> None:
-    longest = max(*FULL.prefills, FULL.prefix + FULL.suffix, FULL.shared + 100)
-    assert longest < FULL.context_length
-    assert max(FULL.batches) * (FULL.context + FULL.steps + watch.GRACE) < FULL.slots
-
-
-def test_gaps_are_those_of_the_compute_stream_within_the_window() -> None:
-    us = 1e-6
-    compute = [Event(7, 100 * i * us, (100 * i + 95) * us) for i in range(10)]
-    late = [Event(7, (100 * i + 50) * us, (100 * i + 95) * us) for i in range(10, 15)]
-    copies = [Event(9, 995 * us, 1050 * us)]
-    events = [*compute, *late, *copies]
-    assert busiest(events) == 7
-    alone = [event for event in events if event.stream == 7]
-    assert gaps(alone, 0.0, 995 * us).count == 0, "5 us are none"
-    found = gaps(alone, 0.0, 1495 * us)
-    assert found.count == 5
-    assert found.seconds == pytest.approx(5 * 55 * us)
-    assert gaps(events, 0.0, 1495 * us).count == 4, "a copy ran in one of them"
-    assert gaps(alone, 0.0, 1595 * us).count == 6, "the window ends in one"
-    assert window(alone, 100 * us, 5, 2) == pytest.approx((795 * us, 1295 * us))
-
-
-def test_a_trace_is_read_by_what_ran_on_the_device() -> None:
-    trace = {
-        "traceEvents": [
-            {"cat": "kernel", "ts": 10.0, "dur": 5.0, "args": {"stream": 7}},
-            {"cat": "gpu_memcpy", "ts": 20.0, "dur": 1.0, "args": {"stream": 9}},
-            {"cat": "cuda_runtime", "ts": 1.0, "dur": 90.0, "args": {}},
-            {"ph": "M", "name": "process_name"},
-        ]
-    }
-    assert [(e.stream, round(e.begin * 1e6), round(e.end * 1e6)) for e in events_of(trace)] == [
-        (7, 10, 15), (9, 20, 21),
-    ]  # fmt: skip
-
-
-def test_outcomes_of_tests_are_counted_as_they_come() -> None:
-    from bench.gpu.suite import counted
-
-    text = (
-        "tests/gpu/test_a.py::test_x[gpu bfloat16] PASSED   [ 10%]\n"
-        "tests/gpu/test_a.py::test_y FAILED                 [ 20%]\n"
-        "tests/gpu/test_a.py::test_z SKIPPED (FlashInfer is not installed) [ 30%]\n"
-        "tests/gpu/test_a.py::test_w "
-    )
-    assert counted(text) == {"PASSED": 1, "FAILED": 1, "SKIPPED": 1}
-
-
 def _scripted() -> None:
     """A process of parts, each of which does what the script has for it."""
+    watch.die_with_parent()
     given = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
     script: dict[str, list[str]] = json.loads(given["--script"])
 
@@ -285,15 +326,19 @@ def _scripted() -> None:
         tell(part=name, event="begin")
         end: dict[str, Any] = {"event": "done"}
         for word in script.get(name, []):
-            if word == "row" or word == "ran":
-                tell(event="row", row={"what": RAN if word == "ran" else "w", "value": 1, "unit": ""})
-            elif word == "fail" or word == "skip":
-                end = {"event": {"fail": "failed", "skip": "skipped"}[word], "reason": "as scripted"}
-            elif word == "hang":
+            first, _, more = word.partition(" ")
+            if first in ROWS:
+                lost = {"lost": more} if more else {}
+                tell(event="row", row={"what": ROWS[first], "value": 1, "unit": ""} | lost)
+            elif first in ("fail", "skip"):
+                end = {"event": {"fail": "failed", "skip": "skipped"}[first], "reason": REASONS[more]}
+            elif first == "hang":
                 time.sleep(60)
-            elif word.startswith("spawn"):
-                _spawn(Path(word.split()[1]))
-            elif word == "crash" or not ("--plain=" not in sys.argv or "--no-graphs" in sys.argv):
+            elif first == "spawn":
+                _spawn(Path(more))
+            elif first == "itself":
+                Path(more).write_text(str(os.getpid()))
+            elif more.removeprefix("unless ") not in sys.argv:
                 os._exit(7)
         tell(**end)
         if end["event"] == "failed":
@@ -302,11 +347,20 @@ def _scripted() -> None:
 
 
 def _spawn(file: Path) -> None:
-    import subprocess
-
-    process = subprocess.Popen(["sleep", "60"])
+    process = subprocess.Popen(["sleep", "60"], process_group=0)
     file.write_text(str(process.pid))
 
 
+def _benched(file: str, script: str) -> None:
+    """bench.gpu, whose parts do as scripted."""
+    bench = Bench(parsed(["--json", file]))
+    bench._crew = Crew(["--script", script], 300.0, bench._seen, SELF)
+    signal.signal(signal.SIGTERM, program._end)
+    bench.run(["found", "rates", "decode"])
+
+
 if __name__ == "__main__":
-    _scripted()
+    if sys.argv[1] == "--bench":
+        _benched(*sys.argv[2:])
+    else:
+        _scripted()

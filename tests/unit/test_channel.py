@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 
 from sapwood.srt.channel import READ_BYTES, AsyncInbox, Inbox, Outbox
@@ -58,3 +59,25 @@ def test_a_loop_gets_every_frame_and_never_more_than_it_takes_at_once() -> None:
         batches = asyncio.run(run(directory))
     assert [key for batch in batches for key in batch] == list(range(21))
     assert max(map(len, batches)) <= 3
+
+
+def test_an_inbox_tells_a_wake_up_from_time_that_has_passed() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        inbox, outbox = Inbox(directory, "worker"), Outbox(directory, "worker")
+        news, tell = os.pipe()
+        inbox.watch(news)
+        assert inbox.receive(0.01) == []
+        assert inbox.timed_out
+        os.write(tell, b"\0")
+        assert inbox.receive(10) == []
+        assert not inbox.timed_out
+        os.read(news, 1)
+        assert outbox.send(Cancel(1))
+        assert inbox.receive(10) == [Cancel(1)]
+        assert not inbox.timed_out
+        assert inbox.receive(0.01) == []
+        assert inbox.timed_out
+        for descriptor in (news, tell):
+            os.close(descriptor)
+        inbox.close()
+        outbox.close()

@@ -15,6 +15,7 @@ from sapwood.srt import config
 from sapwood.srt.config import Config
 from sapwood.srt.errors import ConfigError
 from sapwood.srt.flags import command_line, configuration
+from sapwood.srt.flags.values import load
 
 FIELDS = config.fields()
 NUMBERS = [(name, flag) for name, _kind, flag in FIELDS if flag.low is not None or flag.high is not None]
@@ -23,7 +24,7 @@ NUMBERS = [(name, flag) for name, _kind, flag in FIELDS if flag.low is not None 
 def parse(*argv: str, environ: dict[str, str] | None = None) -> Config:
     read = command_line.read(argv)
     assert read.rest == []
-    return config.load(read.values, environ or {})
+    return load(read.values, environ or {})
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -123,6 +124,17 @@ def test_a_silly_context_length_is_refused(length: int) -> None:
         parse("--context-length", str(length))
 
 
+def test_what_nobody_chooses_is_as_the_device_wants_it() -> None:
+    nobody, somebody = config.make(), config.make(max_running_requests=3, chunked_prefill_size=-1)
+    assert (nobody.on("cpu").rows, nobody.on("cpu").chunk) == (64, 256)
+    assert (nobody.on("cuda").rows, nobody.on("cuda").chunk) == (256, 2048)
+    assert (somebody.on("cuda").rows, somebody.on("cuda").chunk) == (3, -1)
+    assert nobody.on("cpu").device == "auto"
+    assert nobody.only_on("cuda") == config.make(
+        device="cuda", max_running_requests=256, chunked_prefill_size=2048
+    )
+
+
 def test_a_chunk_of_no_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="--served-model-name must not be empty"):
         config.make(served_model_name="")
@@ -200,7 +212,7 @@ def test_the_docs_have_a_row_for_each_field() -> None:
 
 def test_a_choice_is_offered_by_its_flag() -> None:
     parser = argparse.ArgumentParser()
-    config.add_flags(parser)
+    command_line.add_flags(parser)
     help_text = " ".join(parser.format_help().split())
     for name, kind, _flag in FIELDS:
         assert config.option(name) in help_text
@@ -222,5 +234,8 @@ def test_every_field_is_read_somewhere() -> None:
         for path in root.rglob("*.py")
         if path.parent.name != "flags" and path.name != "config.py"
     )
-    unread = [n for n, _, _ in FIELDS if not re.search(rf"\b_?(?:config|chosen)\.{n}\b", text)]
+    read_as = {"max_running_requests": "rows", "chunked_prefill_size": "chunk"}
+    unread = [
+        n for n, _, _ in FIELDS if not re.search(rf"\b_?(?:config|chosen)\.{read_as.get(n, n)}\b", text)
+    ]
     assert unread == []

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sapwood.srt.messages import TokenLogprob
 from sapwood.srt.worker.device.columns import DeviceColumns
 from sapwood.srt.worker.device.logprobs import DeviceFetch
 from sapwood.srt.worker.device.transfer import Download, upload
 from sapwood.srt.worker.logprobs import token_logprobs
+from sapwood.srt.worker.reader import PIECE_ROWS, PromptReader
 from sapwood.srt.worker.token_pool import TokenPool
+from tests.worker_bench import row_start
 
 ROWS, VOCAB = 6, 200
 CPU = torch.device("cpu")
@@ -99,3 +104,56 @@ def test_what_is_fetched_for_the_reader_is_what_the_host_computes() -> None:
             assert np.allclose(found, right, rtol=1e-6, atol=2e-6, equal_nan=True)
     assert floats().tolist() == values.tolist()
     assert floats().dtype == np.float64
+
+
+class Sends(TorchDispatchMode):
+    """Of each copy from the host to the device (`meta`) the address of what is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and not args[0].is_meta and args[1].is_meta:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.is_meta and not args[0].is_meta:
+            assert kwargs["non_blocking"]
+            self.sources.append(args[0].untyped_storage().data_ptr())
+        if func is torch.ops.aten.copy_.default and args[0].is_meta:
+            assert args[1].is_meta, "in pieces, and not from pinned memory"
+        return result
+
+
+@pytest.mark.parametrize("asked", [{"read_from": 1, "logprobs": 2}, {"pooling": "mean"}, {"pooling": "last"}])
+def test_what_is_read_of_prompts_is_found_by_indices_that_came_from_pinned_memory(
+    asked: dict[str, Any],
+) -> None:
+    """A copy from any other memory may wait for all that was launched, that is for the step itself."""
+    n, given, seen = 3 * PIECE_ROWS + 1, [], []
+    pool = TokenPool(ROWS, n + 1, VOCAB, 8, [3])
+
+    def room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        given.append(torch.empty(shape, dtype=dtype))
+        return given[-1]
+
+    def found(hidden: Tensor, index: Tensor, width: int) -> Tensor:
+        assert index.is_meta
+        seen.append(len(index))
+        return hidden.new_empty((len(index), width))
+
+    decoder: Any = SimpleNamespace(
+        spec=SimpleNamespace(vocab=VOCAB),
+        logits=lambda hidden, index: found(hidden, index, VOCAB),
+        normed=lambda hidden, index: found(hidden, index, 8),
+    )
+    pool.admit(row_start(2, history=[5] * n, prompt_len=n, **asked))
+    reader = PromptReader(decoder, pool, DeviceFetch(room))
+    rows, starts, counts = (np.array([value], np.int32) for value in (2, 0, n))
+    with Sends() as sends:
+        reader.launch(torch.empty((n, 8), device="meta"), rows, starts, counts)
+    pieces = {"mean": [PIECE_ROWS] * 3 + [1], "last": [1]}.get(asked.get("pooling", ""), [PIECE_ROWS] * 3)
+    assert seen == pieces
+    assert set(sends.sources) <= {pinned.untyped_storage().data_ptr() for pinned in given}
+    # With logprobs each piece sends its own ids too.
+    assert len(sends.sources) == 1 + len(pieces) * ("logprobs" in asked)

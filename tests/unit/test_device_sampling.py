@@ -190,7 +190,9 @@ def test_a_share_is_found_where_a_plain_sum_finds_it(v: int) -> None:
     u[:, 0], u[:, 1] = 0.0, 1.0 - 2.0**-53
     sums = counted.cumsum(-1)
     expected = torch.searchsorted(sums, (u * sums[:, -1:]).long(), right=True)
-    assert torch.equal(device_sampling._at_share(counted, u), expected)
+    ids, totals = device_sampling._at_share(counted, u)
+    assert torch.equal(ids, expected)
+    assert torch.equal(totals, sums[:, -1])
 
 
 def test_the_largest_vocabulary_still_has_a_sum() -> None:
@@ -267,6 +269,35 @@ def test_flashinfers_filters_get_numbers_from_bad_lines_too() -> None:
     ids, errors = drawn(logits, options, renorm=sampling_double)
     assert errors.tolist() == [NOT_FINITE, NOTHING_LEFT, OK, OK]
     assert ids.tolist() == drawn(logits, options)[0].tolist()
+
+
+class Dropping:
+    """FlashInfer's filters, were they to drop all of some lines."""
+
+    def __init__(self, lines: list[int]) -> None:
+        self._lines = lines
+
+    def top_k_renorm_probs(self, probs: Tensor, top_k: Tensor, is_deterministic: bool) -> Tensor:
+        kept = sampling_double.top_k_renorm_probs(probs, top_k, is_deterministic)
+        kept[self._lines] = 0.0
+        return kept
+
+    def top_p_renorm_probs(self, probs: Tensor, top_p: Tensor, is_deterministic: bool) -> Tensor:
+        return sampling_double.top_p_renorm_probs(probs, top_p, is_deterministic)
+
+
+@pytest.mark.parametrize("v", [5, 256, 300])
+def test_a_line_of_which_a_filter_keeps_nothing_is_told(v: int) -> None:
+    """No id beyond the vocabulary comes of it; greedy lines do not ask the filters."""
+    options: list[dict[str, Any]] = [{"top_k": 3}, {"top_k": 3}, {"top_k": 1}, {"top_k": 3, "temperature": 0}]
+    logits = random_logits(4, v)
+    expected = drawn(logits, options)[0].tolist()
+    ids, errors = drawn(logits, options, renorm=Dropping([1, 2, 3]))
+    assert errors.tolist() == [OK, NOTHING_LEFT, OK, OK]
+    assert errors.dtype == torch.int32
+    assert ids.tolist() == [expected[0], 0, *expected[2:]]
+    logits[1, 0] = float("nan")
+    assert drawn(logits, options, renorm=Dropping([1]))[1].tolist() == [OK, NOT_FINITE, OK, OK]
 
 
 def test_verify_keeps_what_the_reference_keeps() -> None:

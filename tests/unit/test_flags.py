@@ -18,6 +18,7 @@ from sapwood.srt.flags.command_line import read
 from sapwood.srt.flags.entry import ANY, Entry
 from sapwood.srt.flags.keywords import translate
 from sapwood.srt.flags.table import TABLE, by_name, suggestions
+from sapwood.srt.flags.values import load
 from sapwood.srt.server import process, throughput
 
 KINDS = {name: kind for name, kind, _flag in config.fields()}
@@ -77,13 +78,13 @@ def sample(entry: Entry) -> tuple[Any, Any]:
         return next((text, value) for text, value in entry.becomes.items() if value is not None)
     if config.choices(kind):
         return config.choices(kind)[-1], config.choices(kind)[-1]
-    if config._plain(kind) is bool:
+    if config.plain(kind) is bool:
         return "true", True
     (flag,) = (flag for name, _, flag in config.fields() if name == entry.target)
-    if config._plain(kind) is int:
+    if config.plain(kind) is int:
         number = int(max(flag.low or 0, 7))
         return str(number), number
-    if config._plain(kind) is float:
+    if config.plain(kind) is float:
         return "0.5", 0.5
     return "text", "text"
 
@@ -290,8 +291,8 @@ def test_several_keys_are_one_value() -> None:
 def test_a_flag_wins_over_its_variable_even_if_it_asks_for_the_default() -> None:
     size = config.default("chunked_prefill_size")
     environ = {"SAPWOOD_CHUNKED_PREFILL_SIZE": "-1"}
-    assert config.load(values_of(["--enable-chunked-prefill"]), environ).chunked_prefill_size == size
-    assert config.load(values_of([]), environ).chunked_prefill_size == -1
+    assert load(values_of(["--enable-chunked-prefill"]), environ).chunked_prefill_size == size
+    assert load(values_of([]), environ).chunked_prefill_size == -1
     assert translate({"enable_chunked_prefill": True}) == {"chunked_prefill_size": size}
     both = values_of(["--enable-chunked-prefill", "--chunked-prefill-size", "9", "--enable-chunked-prefill"])
     assert both == {"chunked_prefill_size": 9}

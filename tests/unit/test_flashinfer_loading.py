@@ -3,6 +3,8 @@ compiles is told."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +19,25 @@ from sapwood.kernels import flashinfer as loading
 from sapwood.kernels.flashinfer import INSTALL, Versions, jit_progress, load_flashinfer, versions_found
 
 FITS = Versions("0.7.4", "2.13.0", "12.8", "570.86.10", "12.8", "12.8")
+
+
+def program(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A PATH of one folder, which has what FlashInfer runs to compile."""
+    folder = tmp_path / "tools"
+    for name in ("ninja", "c++"):
+        program(folder / name)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(loading, "complete", list)
+    return folder
 
 
 def package(version: str | None) -> ModuleType:
@@ -54,13 +75,23 @@ def test_what_fits_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"torch": "2.13.0+cpu", "torch_cuda": None}, "this torch has no CUDA"),
         ({"driver": None, "driver_cuda": None}, "there is no NVIDIA driver"),
         ({"torch_cuda": "13.0"}, "the driver is too old for CUDA 13.0, which torch was built for"),
-        ({"nvcc": "13.1"}, "the driver is too old for what nvcc 13.1 compiles"),
+        ({"nvcc": "13.1"}, "nvcc 13.1 does not fit a torch built for CUDA 12.8"),
+        ({"nvcc": "13.1", "driver_cuda": "13.1"}, "nvcc 13.1 does not fit a torch built for CUDA 12.8"),
+        ({"torch_cuda": "13.0", "driver_cuda": "13.0"}, "nvcc 12.8 does not fit a torch built for CUDA 13.0"),
+        (
+            {"torch_cuda": "13.0", "driver_cuda": "13.0", "nvcc": None},
+            "install the CUDA toolkit 13.0 or a newer 13.x, CUDA_HOME names it where there are several",
+        ),
+        (
+            {"driver_cuda": "12.3"},
+            "the driver is too old for what FlashInfer compiles: it must run CUDA 12.4",
+        ),
         ({"nvcc": None}, "FlashInfer compiles its kernels with nvcc"),
         ({"nvcc": None, "jit_cache": "0.7.3"}, "flashinfer-jit-cache of FlashInfer's own version"),
         ({"nvcc": None, "jit_cache": "0.7.40+cu128"}, "flashinfer-jit-cache of FlashInfer's own version"),
         (
-            {"nvcc": "11.5"},
-            "nvcc 11.5 is too old. FlashInfer compiles its kernels with nvcc: install",
+            {"nvcc": "12.6"},
+            "nvcc 12.6 is too old. FlashInfer compiles its kernels with nvcc: install the CUDA toolkit 12.8",
         ),
     ],
 )
@@ -80,7 +111,10 @@ def test_what_does_not_fit_is_told(
         {"nvcc": None, "jit_cache": "0.7.4+cu128"},
         {"nvcc": "11.5", "jit_cache": "0.7.4"},
         {"nvcc": "13.1", "jit_cache": "0.7.4"},
-        {"nvcc": "12.0"},
+        {"nvcc": "12.8"},
+        {"driver_cuda": "12.4"},
+        {"nvcc": None, "jit_cache": "0.7.4", "driver_cuda": "12.3"},
+        {"torch_cuda": "13.0", "driver_cuda": "13.0", "nvcc": "13.1"},
         {"driver": None},
         {"flashinfer": "0.7.10.post1"},
     ],
@@ -92,6 +126,9 @@ def test_what_does_not_fit_is_told(
         "an old compiler that is not needed",
         "a new one",
         "the oldest compiler",
+        "the oldest driver that unpacks what is compiled here",
+        "an older one where nothing is compiled here",
+        "another major version of all",
         "WSL",
         "a later patch",
     ],
@@ -172,6 +209,56 @@ def test_a_copy_without_metadata_is_asked_for_its_version(monkeypatch: pytest.Mo
     assert load_flashinfer(replace(FITS, flashinfer=loading._UNKNOWN)) is sys.modules["flashinfer"]
 
 
+@pytest.mark.parametrize("told_by", ["the package", "the interpreter"])
+def test_ninja_is_found_in_an_environment_that_is_not_activated(
+    monkeypatch: pytest.MonkeyPatch, tools: Path, tmp_path: Path, told_by: str
+) -> None:
+    installed(monkeypatch, package("0.7.4"))
+    (tools / "ninja").unlink()
+    ninja = program(tmp_path / "venv" / "bin" / "ninja")
+    scripts = ModuleType("ninja")
+    if told_by == "the package":
+        scripts.BIN_DIR = str(ninja.parent)  # type: ignore[attr-defined]
+    else:
+        monkeypatch.setattr(sys, "executable", str(ninja.parent / "python"))
+    monkeypatch.setitem(sys.modules, "ninja", scripts)
+    load_flashinfer(FITS)
+    assert shutil.which("ninja") == str(ninja)
+    assert shutil.which("c++") == str(tools / "c++"), "what was there before is there still"
+    load_flashinfer(FITS)
+    assert os.environ["PATH"] == f"{ninja.parent}{os.pathsep}{tools}", "once is enough"
+
+
+@pytest.mark.parametrize(
+    ("lacks", "reason"),
+    [
+        ("ninja", "FlashInfer compiles its kernels with ninja: pip install ninja"),
+        (
+            "c++",
+            r"with a C++ compiler, and there is no c++: install one (apt install g++), or name it in CXX",
+        ),
+    ],
+)
+def test_without_what_compiles_is_told(
+    monkeypatch: pytest.MonkeyPatch, tools: Path, tmp_path: Path, lacks: str, reason: str
+) -> None:
+    installed(monkeypatch, package("0.7.4"))
+    (tools / lacks).unlink()
+    monkeypatch.setattr(loading, "_script_folders", lambda: [str(tmp_path / "none")])
+    assert reason in refusal(FITS)
+    load_flashinfer(replace(FITS, jit_cache="0.7.4"))
+
+
+def test_another_compiler_may_be_named(monkeypatch: pytest.MonkeyPatch, tools: Path) -> None:
+    installed(monkeypatch, package("0.7.4"))
+    (tools / "c++").unlink()
+    program(tools / "clang++")
+    monkeypatch.setenv("CXX", "clang++ -stdlib=libstdc++")
+    load_flashinfer(FITS)
+    monkeypatch.setenv("CXX", "g++-99")
+    assert "there is no g++-99" in refusal(FITS)
+
+
 def torch_like(cuda: str | None, runs: int) -> Any:
     native = SimpleNamespace(_cuda_getDriverVersion=lambda: runs) if cuda else SimpleNamespace()
     return SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(cuda=cuda), _C=native)
@@ -225,7 +312,11 @@ def compiling() -> tuple[Any, type[Spec]]:
     return SimpleNamespace(jit=SimpleNamespace(core=SimpleNamespace(JitSpec=Own))), Own
 
 
-def test_a_kernel_that_is_compiled_is_told_before_meanwhile_and_after() -> None:
+def test_a_kernel_that_is_compiled_is_told_before_meanwhile_and_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = iter([3.0])
+    monkeypatch.setattr(loading, "time", SimpleNamespace(monotonic=lambda: next(begun, 10.0)))
     flashinfer, spec = compiling()
     told: list[str] = []
     twice = threading.Event()
@@ -238,8 +329,8 @@ def test_a_kernel_that_is_compiled_is_told_before_meanwhile_and_after() -> None:
     with jit_progress(flashinfer, log, every=0.01):
         assert spec(False, lambda: twice.wait(10)).build_and_load() == "loaded"
     assert told[0].startswith("compiling batch_decode")
-    assert told[1].startswith("still compiling batch_decode, 0 s")
-    assert told[-1].startswith("compiled batch_decode in 0 s")
+    assert told[1].startswith("still compiling batch_decode, 7 s")
+    assert told[-1].startswith("compiled batch_decode in 7 s")
     before = list(told)
     spec(False).build_and_load()
     assert told == before, "outside nothing is told"

@@ -114,14 +114,18 @@ def test_it_is_reported_while_busy_only(capsys: pytest.CaptureFixture[str]) -> N
         [None, stats(), stats(output_tokens=5), stats(output_tokens=5), stats(output_tokens=5, running=1)]
     )
     last: list[Stats | None] = [None]
+    over = asyncio.Event()
 
     def latest() -> Stats | None:
-        last[0] = next(told, last[0])
+        last[0] = next(told, None) or last[0]
+        if last[0] is not None and last[0].running:
+            over.set()
         return last[0]
 
     async def run() -> None:
         task = asyncio.create_task(throughput.report(latest, 0.01))
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(over.wait(), 20)
+        await asyncio.sleep(0.05)
         task.cancel()
 
     asyncio.run(run())

@@ -122,7 +122,7 @@ def test_processes_find_sapwood_as_their_launcher_did(
         {"editable": tree, "root": tree}.get(how, next(environment.glob("lib/*/site-packages")) / "sapwood")
     )
     assert told[1] == (os.pathsep.join([path, str(tree)]) if how == "root" else path)
-    assert told[2] == "['scheduler 0', 'tokenizer 0', 'worker 0']"
+    assert told[2] == "['device', 'scheduler 0', 'tokenizer 0', 'worker 0']"
 
 
 def test_files_added_later_are_found(tree: Path, environment: Path, tmp_path: Path) -> None:

@@ -247,6 +247,20 @@ class Beats:
         self.told.append(max_request_tokens)
 
 
+def test_steps_are_of_the_size_that_the_workers_device_wants(tmp_path: Path) -> None:
+    inbox = Inbox(str(tmp_path), "scheduler")
+    boot = Boot(make(), model(10_000), str(tmp_path), "scheduler")
+    ready = WorkerReady(5000, device="cuda")
+    process = SchedulerProcess(boot, Beats(), inbox, Posts([]), ready)  # type: ignore[arg-type]
+    try:
+        assert process._scheduler.state.config.rows == 256
+        assert process._scheduler.state.budget == 2048
+    finally:
+        for outbox in process._worker._outboxes:
+            outbox.close()
+        inbox.close()
+
+
 def test_the_workers_word_may_come_before_the_launchers(tmp_path: Path) -> None:
     config, source, lifeline = make(), model(1000), Beats()
     inbox = Inbox(str(tmp_path), "scheduler")

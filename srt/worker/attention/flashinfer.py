@@ -4,9 +4,10 @@
  full         decode wrapper          prefill wrapper, causal     cascade; the rest as on the left
  window w     decode wrapper          prefill wrapper, causal     as on the left
 
-On Hopper a prefill is FlashAttention 3, which gives each query head of a row a tile of 128 queries of its own
-and reads K and V for each of these tiles: the decodes of a mixed step have their own kernel, unless they are
-so few or short that its launch would cost more.
+On Hopper a prefill is FlashAttention 3 as soon as one of its rows has more than 64 tokens. That gives each
+query head of a row a tile of 128 queries of its own, reads K and V for each of these tiles, and never splits
+a row's KV: so the decodes of a mixed step, and rows of up to 64 tokens (drafts, the ends of prompts), each
+have their own kernel, unless they read so little that its launch would cost more.
 
 Deterministic (batch-invariant) mode: what FlashInfer computes for a row depends on two things of its batch.
 It splits a row's KV the more, the fewer rows there are; and it chooses the tile of queries by the mean length
@@ -30,10 +31,17 @@ from torch import Tensor
 from sapwood.srt.errors import ConfigError
 from sapwood.srt.models.decoder import KvPool
 from sapwood.srt.models.spec import DecoderSpec
-from sapwood.srt.worker.attention.cascade import Cascade, cascade_of, spared_of
+from sapwood.srt.worker.attention.cascade import SHARED_LEVELS, Cascade, cascade_of, spared_of
 from sapwood.srt.worker.attention.paged import Paged
 from sapwood.srt.worker.attention.selection import Indices, Tokens, select, tokens_of
-from sapwood.srt.worker.attention.wrappers import FP8, INT_WORKSPACE_BYTES, Wrapper, Wrappers
+from sapwood.srt.worker.attention.wrappers import (
+    EAGER_BYTES,
+    FP8,
+    INT_WORKSPACE_BYTES,
+    Room,
+    Wrapper,
+    Wrappers,
+)
 
 WORKSPACE_BYTES = 128 << 20
 """For the partial results of KV that is split, as FlashInfer's documentation advises: it cuts a step into no
@@ -51,17 +59,23 @@ UNCAPTURED_BYTES = int(LAUNCH_SECONDS * BYTES_PER_SECOND)
 """K and V that cascades must spare, on the mean of all layers, where a graph could take the step: a cascade
 is not captured. Both numbers are estimates for an H100, which bench.gpu measures (graphs on and off)."""
 MIXED_BYTES = 4 << 20
-"""K and V that the decodes of a mixed step must read in a layer to have a kernel of their own: with 4 query
-heads a KV head, reading them once and not four times spares as long as a launch takes, 4 microseconds."""
-MERGE_THREADS = 1024
-"""The most of a block: FlashInfer merges all heads of a query in one, each thread 16 bytes or more."""
+"""K and V that the shorter rows of a mixed step must read in a layer to have a kernel of their own: with 4
+query heads a KV head, reading them once and not four times spares as long as a launch takes, 4 microseconds.
+"""
+SHORT_TOKENS = 64
+"""The most of a row for which FlashInfer does not change over to FlashAttention 3."""
+TILES = (16, 32, 64, 128, 256)
+"""The powers of two between which rows are told apart in deterministic mode."""
+BLOCK_THREADS = 1024
+"""The most of a block: FlashInfer merges all heads of a query in one, and stores all heads of a position in
+one, each thread 16 bytes or a 32nd of a head."""
 
 ALL = slice(None)
 Kv = tuple[Tensor, Tensor]
 
 
 def require_supported(spec: DecoderSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """Raises ConfigError for heads or types that FlashInfer has no kernels for."""
+    """Raises ConfigError for heads or types that FlashInfer has no kernels for. `spec` is of one rank."""
     other = "--attention-backend reference"
     if spec.head_dim not in HEAD_DIMS:
         raise ConfigError(
@@ -78,11 +92,18 @@ def require_supported(spec: DecoderSpec, dtype: torch.dtype, kv_dtype: torch.dty
             f"FlashInfer reads K and V in the type of the activations ({dtype}) or in fp8, not in {kv_dtype}",
             param="kv_cache_dtype",
         )
+    most = BLOCK_THREADS // block_threads(1, spec.head_dim, kv_dtype)
+    if spec.kv_heads > most:
+        raise ConfigError(
+            f"FlashInfer stores K and V of up to {most} KV heads of {spec.head_dim} channels in {kv_dtype}, "
+            f"not of {spec.kv_heads}: use more GPUs (--tensor-parallel-size) or {other}",
+            param="attention_backend",
+        )
 
 
-def merge_threads(spec: DecoderSpec) -> int:
-    """How many threads FlashInfer takes to merge two results of a query, in 16 bits."""
-    return spec.q_heads * (spec.head_dim // max(8, spec.head_dim // 32))
+def block_threads(heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """How many threads FlashInfer takes for that many heads of a query or of a position."""
+    return heads * (head_dim // max(16 // dtype.itemsize, head_dim // 32))
 
 
 @dataclass(slots=True)
@@ -135,16 +156,15 @@ class DecodeForGraph:
     comes a `plan`. One wrapper for each distinct window, over the same buffers."""
 
     def __init__(
-        self, wrappers: Wrappers, layers: _Layers, rows: int, indices: Tensor, ints: Sequence[Tensor]
+        self, wrappers: Wrappers, layers: _Layers, rows: int, indices: Tensor, rooms: Sequence[Room]
     ) -> None:
         self.rows = rows
         self._wrappers = wrappers
         self._layers = layers
-        indptr = torch.zeros(rows + 1, dtype=torch.int32, device=indices.device)
-        last = torch.ones(rows, dtype=torch.int32, device=indices.device)
+        indptr, last = indices.new_zeros(rows + 1), indices.new_ones(rows)
         self._parts = {
-            window: [_Part(ALL, wrappers.decode_for_graph(indptr, indices, last, room))]
-            for window, room in zip(layers.windows, ints, strict=True)
+            window: [_Part(ALL, wrappers.decode_for_graph(window, indptr, indices, last, room))]
+            for window, room in zip(layers.windows, rooms, strict=True)
         }
 
     def plan(self, paged: Paged) -> None:
@@ -189,16 +209,16 @@ class FlashInferAttention:
         self._layers = _Layers(spec, pool)
         self._deterministic = deterministic
         position_bytes = 2 * spec.kv_heads * spec.head_dim * kv_dtype.itemsize
-        full, merges = self._layers.full, merge_threads(spec) <= MERGE_THREADS
+        full = self._layers.full
         self._worth: int | None = None
         self._worth_uncaptured = 1
-        if cascade_bytes is not None and full and merges and not deterministic:
+        if cascade_bytes is not None and has_cascades(spec, deterministic):
             self._worth = max(-(-cascade_bytes // position_bytes), 1)
             self._worth_uncaptured = max(math.ceil(uncaptured_bytes / (full * position_bytes)), 1)
         self._mixed = mixed_bytes // position_bytes
         self._device = device
         self._made: dict[tuple[str, int, int], Wrapper] = {}
-        self._ints: list[Tensor] = []
+        self._rooms: list[Room] = []
         self._indices = torch.empty(0, dtype=torch.int32, device=device)
         self._parts: dict[int, list[_Part]] = {}
 
@@ -237,12 +257,12 @@ class FlashInferAttention:
         """
         if len(self._indices) < max_indices:
             self._indices = torch.zeros(max_indices, dtype=torch.int32, device=self._device)
-        if not self._ints:
-            self._ints = [
-                torch.zeros(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        if not self._rooms:
+            self._rooms = [
+                Room(torch.zeros(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device))
                 for _ in self._layers.windows
             ]
-        return DecodeForGraph(self._wrappers, self._layers, rows, self._indices, self._ints)
+        return DecodeForGraph(self._wrappers, self._layers, rows, self._indices, self._rooms)
 
     def _levels(self, paged: Paged, cascade: Cascade) -> list[_Part]:
         wrapper = self._wrapper("cascade", len(cascade.levels), 0)
@@ -260,14 +280,16 @@ class FlashInferAttention:
         ]
 
     def _kinds(self, paged: Paged, rows: Indices) -> list[tuple[int, Indices]]:
-        """Decodes, which the scheduler puts first, and others: both then are stretches of the step. All
-        together where the decodes read little. A token in a layer with a window reads no more than in one
-        without, and one kernel more where that is less does not matter."""
-        one = paged.counts[rows] == 1
-        decodes, others = rows[one], rows[~one]
-        if len(others) and int((paged.starts[decodes] + 1).sum()) < self._mixed:
-            decodes, others = rows[:0], rows
-        return [(0, part) for part in (decodes, others) if len(part)]
+        """Decodes, which the scheduler puts first and so are a stretch of the step, short rows, and long ones
+        (see above). The shorter go with the next longer where they read little. A token in a layer with a
+        window reads no more than in one without, and one kernel more where that is less does not matter."""
+        counts, read = paged.counts[rows], paged.starts[rows] + paged.counts[rows]
+        kinds = np.searchsorted((1, SHORT_TOKENS), counts)
+        for kind in (0, 1):
+            longer = kinds[kinds > kind]
+            if len(longer) and int(read[kinds == kind].sum()) < self._mixed:
+                kinds[kinds == kind] = longer.min()
+        return [(int(kind), rows[kinds == kind]) for kind in np.unique(kinds)]
 
     def _planned(self, plain: list[_Rows], window: int) -> list[_Part]:
         return [self._plain(rows, window) for rows in plain]
@@ -283,8 +305,13 @@ class FlashInferAttention:
         """Made on first use, as each takes 8 MiB on both sides. No two parts of a step have the same."""
         key = kind, number, window
         if key not in self._made:
-            make = {"decode": self._wrappers.decode, "prefill": self._wrappers.prefill}
-            self._made[key] = make[kind]() if kind in make else self._wrappers.cascade(number)
+            match kind:
+                case "decode":
+                    self._made[key] = self._wrappers.decode(window)
+                case "prefill":
+                    self._made[key] = self._wrappers.prefill()
+                case "cascade":
+                    self._made[key] = self._wrappers.cascade(number)
         return self._made[key]
 
     def _cascade(self, paged: Paged) -> Cascade | None:
@@ -293,10 +320,37 @@ class FlashInferAttention:
         return cascade_of(paged, self._worth, self._group)
 
 
+def has_cascades(spec: DecoderSpec, deterministic: bool) -> bool:
+    """Whether what rows share may be read once: there are layers without a window, and one block merges all
+    heads, in 16 bits."""
+    merges = block_threads(spec.q_heads, spec.head_dim, torch.float16) <= BLOCK_THREADS
+    full = any(not spec.window(layer) for layer in range(spec.layers))
+    return full and merges and not deterministic
+
+
+def lane_bytes(spec: DecoderSpec, deterministic: bool, graphs: bool) -> int:
+    """Bytes of the device that one lane's wrappers keep at most, beside the workspace: see `_wrapper`."""
+    windows = len({spec.window(layer) for layer in range(spec.layers)})
+    kinds = 1 + (len(TILES) if deterministic else 2)
+    levels = sum(range(2, SHARED_LEVELS + 2)) if has_cascades(spec, deterministic) else 0
+    return (windows * kinds + levels) * EAGER_BYTES + graphs * windows * INT_WORKSPACE_BYTES
+
+
+def attending_bytes(spec: DecoderSpec, tokens: int, deterministic: bool) -> int:
+    """Bytes that a layer's attention of so many tokens takes at most, beside what it is given: the queries in
+    another order, and each level's result with its sums, of which the last but one is still there when the
+    next is made; where nothing is shared the queries and one result."""
+    values = spec.q_heads * spec.head_dim * torch.float16.itemsize
+    if not has_cascades(spec, deterministic):
+        return tokens * 2 * values
+    sums = spec.q_heads * torch.float32.itemsize
+    return tokens * (values + (SHARED_LEVELS + 1) * (values + sums))
+
+
 def _alike(paged: Paged, rows: Indices, group: int) -> list[tuple[int, Indices]]:
     """The rows by what FlashInfer chooses its tile of queries by, their tokens times query heads a KV head:
     up to 16, 32, 64, 128, or more. The mean of such rows is among them. First those of one token, under 1."""
     counts = paged.counts[rows]
-    queries = np.clip(counts.astype(np.int64) * group, 16, 256)
+    queries = np.clip(counts.astype(np.int64) * group, TILES[0], TILES[-1])
     lengths = np.where(counts == 1, 1, 1 << np.ceil(np.log2(queries)).astype(np.int64))
     return [(int(length), rows[lengths == length]) for length in np.unique(lengths)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,30 @@ from sapwood.srt.worker.attention.paged import Paged
 
 INT_WORKSPACE_BYTES = 8 << 20
 """What each wrapper takes for its schedule."""
+EAGER_BYTES = INT_WORKSPACE_BYTES + (128 << 10)
+"""What each takes of the device in all: a prefill wrapper has room for the lengths of 32768 rows too."""
 TENSOR_CORES_FROM = 4
 """Query heads a KV head from which FlashInfer's decode is faster as a prefill of one token: tensor cores take
 at least 16 rows, and the heads that read the same K and V are those rows. SGLang draws the same line."""
+_PINNED = "_pin_memory_int_workspace_buffer"
+"""FlashInfer's own name for where a plan writes its schedule on the host, to be copied from there."""
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 Wrapper = Any
 """One of FlashInfer's; it cannot be named here, as nothing of CUDA is imported before it is used."""
+
+
+@dataclass(slots=True)
+class Room:
+    """Where wrappers leave their schedules, of which only the one planned last is replayed: `ints`, uint8
+    [INT_WORKSPACE_BYTES] on the device, and `pinned`, the same on the host, which the first of them brings.
+
+    The host writes `pinned` for the next plan once the copy of the last has ended: one lane's plans wait for
+    each other.
+    """
+
+    ints: Tensor
+    pinned: Tensor | None = None
 
 
 class Wrappers:
@@ -42,27 +60,28 @@ class Wrappers:
         self._dtype = dtype
         self._deterministic = deterministic
         grouped = spec.q_heads // spec.kv_heads >= TENSOR_CORES_FROM
-        self.tensor_cores = deterministic or grouped or kv_dtype in FP8
+        self._tensor_cores = deterministic or grouped or kv_dtype in FP8
 
-    def decode(self) -> Wrapper:
+    def decode(self, window: int) -> Wrapper:
         """For rows of one token each."""
-        return self._decode()
+        return self._decode(window)
 
     def decode_for_graph(
-        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, ints: Tensor
+        self, window: int, indptr: Tensor, indices: Tensor, last_page_len: Tensor, room: Room
     ) -> Wrapper:
-        """The same for as many rows as `last_page_len` has; plans go into these buffers, on the device.
-
-        `ints` (uint8 [INT_WORKSPACE_BYTES] on the device) may be shared by wrappers of which only the one
-        planned last is replayed.
-        """
+        """The same for as many rows as `last_page_len` has; plans go into these buffers, on the device."""
         wrapper = self._decode(
+            window,
             use_cuda_graph=True,
             paged_kv_indptr_buffer=indptr,
             paged_kv_indices_buffer=indices,
             paged_kv_last_page_len_buffer=last_page_len,
         )
-        wrapper.reset_workspace_buffer(self._workspace, ints)
+        wrapper.reset_workspace_buffer(self._workspace, room.ints)
+        # Each would keep 8 MiB of pinned memory of its own, half a gigabyte for all sizes.
+        if room.pinned is not None:
+            setattr(wrapper, _PINNED, room.pinned)
+        room.pinned = getattr(wrapper, _PINNED, None)
         return wrapper
 
     def prefill(self) -> Wrapper:
@@ -107,9 +126,11 @@ class Wrappers:
             *self._heads, 1, causal=True, **self._common,
         )  # fmt: skip
 
-    def _decode(self, **buffers: Any) -> Wrapper:
+    def _decode(self, window: int, **buffers: Any) -> Wrapper:
+        # Without tensor cores the kernel reads the whole row, and hides what is before the window.
+        cores = self._tensor_cores or window > 0
         # Not "auto": on Blackwell that may be cuDNN, which is not what the graphs are captured with, and pads
         # every row's page table to the longest's, of which there are many with pages of one position.
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=self.tensor_cores, backend="fa2", **buffers
+            self._workspace, "NHD", use_tensor_cores=cores, backend="fa2", **buffers
         )

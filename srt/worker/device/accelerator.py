@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,9 @@ class Accelerator(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def stream(self) -> Any:
-        """A new stream."""
+    def stream(self, urgent: bool = False) -> Any:
+        """A new stream. What an urgent one is given runs as soon as the device has room for it, and not
+        behind all that others were given before."""
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         """What is launched inside goes to this stream."""
@@ -69,9 +71,9 @@ class Cuda:
         self.choose()
         self._graphs: Any = torch.cuda.graph_pool_handle()
 
-    def stream(self) -> Any:
+    def stream(self, urgent: bool = False) -> Any:
         stream: Callable[..., Any] = torch.cuda.Stream
-        return stream(self.device)
+        return stream(self.device, priority=-1 if urgent else 0)
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
@@ -88,7 +90,8 @@ class Cuda:
     def capture(self, run: Callable[[], object], stream: Any) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         # Other threads may look at their events meanwhile.
-        with torch.cuda.graph(graph, self._graphs, stream=stream, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with _uncollected(), torch.cuda.graph(graph, self._graphs, stream=stream, capture_error_mode=mode):
             run()
         self.synchronize()
         return graph.replay
@@ -113,3 +116,16 @@ class Cuda:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return int(free), int(total)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected inside: pinned memory in it would be given up there, for which torch records an
+    event on the stream that is captured."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,15 @@ from sapwood.srt.errors import ConfigError
 from sapwood.srt.loader.weights import open_weights
 from sapwood.srt.models.decoder import Batch, Decoder
 from sapwood.srt.models.device_ops import DeviceOps
-from sapwood.srt.models.parallel import Group
+from sapwood.srt.models.parallel import Group, shard_of
 from sapwood.srt.models.registry import spec_of
-from sapwood.srt.worker.attention.flashinfer import WORKSPACE_BYTES, FlashInferAttention, require_supported
+from sapwood.srt.worker.attention.flashinfer import (
+    WORKSPACE_BYTES,
+    FlashInferAttention,
+    attending_bytes,
+    lane_bytes,
+    require_supported,
+)
 from sapwood.srt.worker.attention.gathered import GATHERED_BYTES, GatheredAttention
 from sapwood.srt.worker.choice import activations
 from sapwood.srt.worker.constraints import Constraints
@@ -33,6 +40,8 @@ from sapwood.srt.worker.grammars import Grammars
 from sapwood.srt.worker.kv_pool import DTYPES, KvPool, slot_bytes
 from sapwood.srt.worker.reader import PromptReader
 from sapwood.srt.worker.token_pool import TokenPool
+
+_log = logging.getLogger("sapwood.worker")
 
 LANES = 2
 MOST_CAPTURED = 256
@@ -60,6 +69,7 @@ def make_device_runner(
 
     Raises ConfigError naming what to change where the device's memory does not do.
     """
+    config = config.on("cuda")
     torch.set_grad_enabled(False)
     if config.deterministic:  # nor may partial sums of a product be rounded to 16 bits
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -68,7 +78,8 @@ def make_device_runner(
     device = site.accelerator.device
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
     if site.ops is not None:
-        require_supported(spec_of(source.config), dtype, kv_dtype)
+        whole, group = spec_of(source.config), site.group
+        require_supported(shard_of(whole, group.rank, group.size).local(whole), dtype, kv_dtype)
     if spec_of(source.config).vocab > MAX_VOCAB:
         raise ConfigError(
             f"the model's vocabulary of {spec_of(source.config).vocab} tokens is beyond the {MAX_VOCAB} that "
@@ -113,9 +124,9 @@ class _Making:
         self._decoder, self._kv_dtype = decoder, kv_dtype
         spec = decoder.spec
         self.slot_bytes = slot_bytes(spec.layers, spec.kv_heads, spec.head_dim, kv_dtype)
-        size = config.chunked_prefill_size
-        self._tokens = (source.context_length if size < 0 else size) + config.max_running_requests
-        most = min(config.cuda_graph_max_bs or MOST_CAPTURED, config.max_running_requests)
+        size = config.chunk
+        self._tokens = (source.context_length if size < 0 else size) + config.rows
+        most = min(config.cuda_graph_max_bs or MOST_CAPTURED, config.rows)
         # Plain torch gathers what it reads: a captured step would keep the sizes of its first.
         without = config.disable_cuda_graph or site.attention is None
         self._graph_sizes = [] if without else graph_sizes(most)
@@ -123,6 +134,8 @@ class _Making:
     def slots(self) -> tuple[int, str]:
         """As many on every rank."""
         accelerator = self._site.accelerator
+        if self._site.ops is not None:
+            _log.info("running the largest step: FlashInfer compiles its norms, some seconds at every start")
         peak, kept = within_memory(
             "a step's activations",
             "lower --chunked-prefill-size or --max-running-requests",
@@ -132,9 +145,7 @@ class _Making:
         graphs = LANES * (WORKSPACE_BYTES + len(self._graph_sizes) * GRAPH_BYTES)
         config = self._config
         # What it keeps, the buffers between the layers, is no longer free.
-        activations = peak - kept + self._sampling_bytes() + self._table_bytes()
-        if self._site.attention is None:
-            activations += 2 * GATHERED_BYTES
+        activations = peak - kept + self._sampling_bytes() + self._table_bytes() + self._attention_bytes()
         slots, why = choose_slots(config, free, activations, graphs, self.slot_bytes)
         least = self._site.group.smallest(slots)
         return least, why if least == slots else f"{why}; another rank has room for no more"
@@ -152,20 +163,29 @@ class _Making:
         config = self._config
         # However short drafts are to be, what a grammar forces may be longer.
         drafts = 0 if config.speculative_algorithm == "none" else MOST_LINES
-        return min(config.max_running_requests * (1 + drafts), self._tokens, MOST_LINES)
+        return min(config.rows * (1 + drafts), self._tokens, MOST_LINES)
 
     def _sampling_bytes(self) -> int:
         """What sampling takes at most: room to sort, copies of lines that are changed, and what rows with
         penalties have had."""
-        vocab, rows = self._decoder.spec.vocab, self._config.max_running_requests
+        vocab, rows = self._decoder.spec.vocab, self._config.rows
         return WORKSPACE + vocab * (4 * self._lines() + 5 * rows)
 
     def _table_bytes(self) -> int:
         """The slot table, and what gathers a step's slots from it, at most; the pool's own size is not known
         yet, so it is as if each row had all positions of its own."""
-        rows, positions = self._config.max_running_requests + 1, self._source.context_length + 1
+        rows, positions = self._config.rows + 1, self._source.context_length + 1
         gathered = min(rows * positions, 4 * self._guess())
-        return 4 * rows * positions + (4 * LANES + GATHER_BYTES) * gathered
+        kept = 2 if self._graph_sizes else 1  # graphs have a copy of their own
+        return 4 * rows * positions + (4 * LANES * kept + GATHER_BYTES) * gathered
+
+    def _attention_bytes(self) -> int:
+        """What attention takes and keeps, which the measured step has none of."""
+        if self._site.attention is None:
+            return 2 * GATHERED_BYTES
+        spec, deterministic = self._decoder.spec, self._config.deterministic
+        kept = lane_bytes(spec, deterministic, graphs=bool(self._graph_sizes))
+        return attending_bytes(spec, self._tokens, deterministic) + LANES * kept
 
     def _guess(self) -> int:
         """As many slots as there could be if nothing else took memory."""
@@ -179,7 +199,7 @@ class _Making:
 
     def runner(self, pool: KvPool, constraints: Constraints) -> DeviceRunner:
         config, source, site, decoder = self._config, self._source, self._site, self._decoder
-        accelerator, capacity = site.accelerator, config.max_running_requests
+        accelerator, capacity = site.accelerator, config.rows
         max_tokens = min(source.context_length, pool.num_slots)
         spec = decoder.spec
         tokens = TokenPool(capacity + 1, max_tokens, spec.vocab, spec.hidden, source.eos_ids)
@@ -196,7 +216,9 @@ class _Making:
         # Padding reads a slot for each row too.
         graphs = [size for size in self._graph_sizes if 2 * size <= sizes.indices]
         lanes = [Lane(accelerator, self._attention(pool), columns.slot_table, sizes) for _ in range(LANES)]
-        compute, plan, copy = (accelerator.stream() for _ in range(3))
+        compute = accelerator.stream()
+        # A kernel of theirs is small: it must not wait for what is left of a long prompt's.
+        plan, copy = (accelerator.stream(urgent=True) for _ in range(2))
         parts = Parts(
             decoder=decoder,
             tokens=tokens,
@@ -204,7 +226,7 @@ class _Making:
             sampler=DeviceSampler(columns, tokens, accelerator.pinned, site.group, site.ops),
             reader=PromptReader(decoder, tokens, DeviceFetch(accelerator.pinned)),
             constraints=constraints,
-            forward=DeviceForward(decoder, pool, accelerator, compute, graphs, site.group),
+            forward=DeviceForward(decoder, pool, accelerator, compute, lanes, graphs, site.group),
             lanes=lanes,
             accelerator=accelerator,
             group=site.group,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +20,9 @@ _log = logging.getLogger("sapwood.worker")
 
 STEP = 8
 """Between two captured numbers of rows, from that many on; a step runs in the next larger one."""
-EAGER_STEPS = 64
-"""After so many steps without the graph that fits them best, it is made though there is work to do: a server
-that is never idle gets its graphs too."""
+EAGER_STEPS = 32
+"""After so many steps of a lane without the graph that fits them best, it is made there though there is work
+to do: a server that is never idle gets its graphs too."""
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -33,7 +33,7 @@ def graph_sizes(most: int) -> list[int]:
 
 class DeviceForward:
     """Runs one decoder over one pool, all of it on the compute stream. `sizes`: the numbers of rows of which
-    graphs are made, the largest first."""
+    each of the `lanes` is to have a graph, the largest first."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class DeviceForward:
         pool: KvPool,
         accelerator: Accelerator,
         stream: Any,
+        lanes: Sequence[Lane],
         sizes: Sequence[int],
         group: Group,
     ) -> None:
@@ -48,54 +49,52 @@ class DeviceForward:
         self._pool = pool
         self._accelerator = accelerator
         self._stream = stream
+        self._lanes = lanes
         self._sizes = list(sizes)
         self._group = group
-        self._made: set[int] = set()
-        self._missed: Counter[int] = Counter()
-        """By number of rows, the steps that would have run in a graph of so many, had there been one."""
+        self._missed: defaultdict[Lane, Counter[int]] = defaultdict(Counter)
+        """By number of rows, a lane's steps that would have run in a graph of so many, had there been one."""
 
-    def __call__(self, planned: Planned) -> Tensor:
-        """The hidden states [m, hidden], before the final norm; valid until the next call."""
+    def __call__(self, planned: Planned, lane: Lane) -> Tensor:
+        """The hidden states [m, hidden] of a step of this lane, before the final norm; valid until the next
+        call."""
         if planned.decodes:
             best = min((size for size in self._sizes if size >= planned.decodes), default=0)
-            if best and best not in self._made:
-                self._missed[best] += 1
+            if best and best not in lane.captured:
+                self._missed[lane][best] += 1
         if planned.replay is None:
             return self._eager(planned)
         planned.replay()
         return self._decoder.hidden(len(planned.batch.ids))
 
-    def overdue(self) -> int | None:
-        """The number of rows of which a graph should be made now though there is work to do."""
-        (size, steps), *_ = self._missed.most_common(1) or [(0, 0)]
+    def overdue(self, lane: Lane) -> int | None:
+        """The number of rows of which the lane should have a graph now though there is work to do."""
+        (size, steps), *_ = self._missed[lane].most_common(1) or [(0, 0)]
         return size if steps > EAGER_STEPS else None
 
-    def lacks_graphs(self) -> bool:
-        """Whether there are graphs to be made."""
-        return len(self._made) < len(self._sizes)
+    def lacking(self) -> tuple[Lane, int] | None:
+        """The next graph to be made: of the largest number of rows that a lane has none of; None if there
+        are all."""
+        missing = ((lane, size) for size in self._sizes for lane in self._lanes if size not in lane.captured)
+        return next(missing, None)
 
-    def capture_one(self, lanes: Sequence[Lane], size: int | None = None) -> bool:
-        """Make the graph of `size` rows, or the largest there is not, in every lane; False if there are all.
+    def capture(self, lane: Lane, size: int) -> bool:
+        """Make the lane's graph of `size` rows; False if there is no memory for it, and so for no other.
         No step may be in flight."""
-        size = size or next((size for size in self._sizes if size not in self._made), None)
-        if size is None:
-            return False
         begin = time.perf_counter()
         try:
-            for lane in lanes:
-                with self._accelerator.using(self._stream):
-                    lane.capture(size, self._capture)
+            with self._accelerator.using(self._stream):
+                lane.capture(size, self._capture)
         except (torch.OutOfMemoryError, torch.AcceleratorError) as e:
             # With other ranks in the same place there is no way on for one of them alone.
             if "out of memory" not in str(e) or self._group.size > 1:
                 raise
             self._accelerator.synchronize()  # raises if the device is not well
             _log.warning("no memory for a graph of %d rows: the steps that have none go on without", size)
-            self._sizes = [size for size in self._sizes if size in self._made]
+            self._sizes = [size for size in self._sizes if all(size in lane.captured for lane in self._lanes)]
             self._missed.clear()
             return False
-        self._made.add(size)
-        del self._missed[size]
+        del self._missed[lane][size]
         _log.debug("graph of %d rows: %.2f s", size, time.perf_counter() - begin)
         return True
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from sapwood.kernels.ops.device_logprobs import logprobs, values_at
@@ -69,6 +70,9 @@ class DeviceFetch:
 
     def __init__(self, pinned: Pinned) -> None:
         self._pinned = pinned
+
+    def places(self, places: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+        return upload({"places": places}, device, self._pinned)["places"]
 
     def logprobs(
         self, logits: Tensor, source: Int32s, ids: Int32s, tops: Int32s, chosen: Mapping[int, Int32s]

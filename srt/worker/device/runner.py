@@ -93,9 +93,9 @@ class DeviceRunner:
         lane = parts.lanes[step.number % len(parts.lanes)]
         while lane.busy:
             self._finish()
-        if (size := parts.forward.overdue()) is not None:
+        if (size := parts.forward.overdue(lane)) is not None:
             self._drain()
-            parts.forward.capture_one(parts.lanes, size)
+            parts.forward.capture(lane, size)
         lane.busy = True
         self._launch(step, lane, time.perf_counter())
         return self.finished()
@@ -110,26 +110,28 @@ class DeviceRunner:
 
     def has_spare_work(self) -> bool:
         """Whether no step is in flight, and there are graphs to be made."""
-        return not self._pending and self._parts.forward.lacks_graphs()
+        return not self._pending and self._parts.forward.lacking() is not None
 
     def idle(self) -> bool:
-        """Make a graph, if no step is in flight: False if there is none to be made."""
-        return not self._pending and self._parts.forward.capture_one(self._parts.lanes)
+        """Make one graph in one lane, if no step is in flight, as a request that comes meanwhile waits for
+        it: False if there is none to be made."""
+        lacking = None if self._pending else self._parts.forward.lacking()
+        return lacking is not None and self._parts.forward.capture(*lacking)
 
     def warm_up(self) -> None:
         """Run what a step may need once, so that what is compiled at first use is compiled."""
         parts = self._parts
         parts.accelerator.synchronize()  # all that was made so far was made on a stream that none waits for
-        for lane in parts.lanes:
-            for given in lane.warm_ups():
-                with parts.accelerator.using(parts.compute):
-                    hidden = parts.forward(lane.plan(given))
+        with parts.accelerator.using(parts.compute):
+            for lane in parts.lanes:
+                for given in lane.warm_ups():
+                    hidden = parts.forward(lane.plan(given), lane)
                     logits = parts.decoder.logits(hidden, lane.lines(np.zeros(1, np.int32)))
                     one, none = np.ones(1, np.int32), np.empty(0, np.int32)
                     self._sample(logits, Places(given.rows[:1], one, one, one * 0, none))
-                done = parts.accelerator.event()
-                done.record(parts.compute)
-                done.synchronize()
+                    done = parts.accelerator.event()
+                    done.record(parts.compute)
+                    done.synchronize()
         # A graph has collectives in it: ranks that made theirs each in its own time would wait for ever.
         while parts.group.size > 1 and self.idle():
             pass
@@ -150,7 +152,7 @@ class DeviceRunner:
             lane.planned.wait(parts.compute)
             self._admit(step)
             parts.columns.inputs(planned.batch.ids, planned.owner)
-            hidden = parts.forward(planned)
+            hidden = parts.forward(planned, lane)
             read = parts.reader.launch(hidden, given.rows, given.starts, given.counts)
             filling = self._constrain(step, places)
             launched: list[Launched] = []

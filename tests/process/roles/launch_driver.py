@@ -1,13 +1,14 @@
 """Runs `serve` as the command line does, with roles out of this folder.
 
-`python launch_driver.py {"config": {...}, "roles": {...}, "resolve_seconds": 0, "grace": 5}`
+`python launch_driver.py {"config": {...}, "roles": {...}, "resolve_seconds": 0, "grace": 5, "far": 3600}`
 """
 
+import functools
 import json
 import sys
 import time
 
-from sapwood.srt import config, launch, serve
+from sapwood.srt import child, config, launch, serve
 from sapwood.srt.config import ModelSource
 from sapwood.srt.errors import SapwoodError
 
@@ -21,6 +22,9 @@ SOURCE = ModelSource(
 def main() -> int:
     given = json.loads(sys.argv[1])
     launch.DRAIN_GRACE_SECONDS = given.get("grace", launch.DRAIN_GRACE_SECONDS)
+    if (far := given.get("far")) is not None:
+        launch.POLL_SECONDS = launch.FAREWELL_SECONDS = far
+        child.stop = functools.partial(child.stop, seconds=far)
 
     def resolve(_: config.Config) -> ModelSource:
         print("resolving", flush=True)

@@ -1,8 +1,10 @@
-"""Ends in the way that ROLE_ENDS names, at once or (ROLE_ENDS_AFTER) some seconds after it was ready."""
+"""Ends in the way that ROLE_ENDS names: at once or, with ROLE_ENDS_READY, once it is ready and told to."""
 
 import os
 import sys
 import time
+
+from role_go import wait_for_go
 
 from sapwood.srt.errors import ModelError
 from sapwood.srt.lifeline import Lifeline
@@ -10,9 +12,9 @@ from sapwood.srt.orders import Boot
 
 
 def main(boot: Boot, lifeline: Lifeline) -> None:
-    if "ROLE_ENDS_AFTER" in os.environ:
+    if "ROLE_ENDS_READY" in os.environ:
         lifeline.ready()
-        time.sleep(float(os.environ["ROLE_ENDS_AFTER"]))
+        wait_for_go()
     match os.environ["ROLE_ENDS"]:
         case "refuse":
             raise ModelError("tensor layers.7.wq is missing from model.safetensors")

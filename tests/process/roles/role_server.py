@@ -36,9 +36,10 @@ def main(boot: Boot, lifeline: Lifeline) -> None:
     while True:
         while not lifeline.commands.empty():
             last = lifeline.commands.get()
+            if isinstance(last, Drain):
+                listener.close()  # before anybody hears of it
             tell(last)
             if isinstance(last, Drain):
-                listener.close()
                 time.sleep(600 if manner == "busy" else 0.5)
                 return
             if isinstance(last, Died) and manner != "stubborn":

@@ -1,0 +1,5 @@
+"""An engine's process that loads for ever."""
+
+import time
+
+time.sleep(600)
