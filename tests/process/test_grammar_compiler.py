@@ -299,20 +299,21 @@ def test_a_fork_is_of_low_priority_after_a_while(begin: Callable[..., Bench]) ->
 
 
 def test_what_is_quick_waits_for_nothing_slow(begin: Callable[..., Bench]) -> None:
-    bench = begin("child_at_par", wall_seconds=60.0, cpu_seconds=0.5)
+    bench = begin("child_at_par", wall_seconds=600.0, cpu_seconds=600.0)
     bench.works()
     for number in range(4):
         bench.compiler.put(number, bad("endless"))
     for number in range(4, 8):
         bench.compiler.put(number, regex(f"a{{{number}}}"))
-    bench.until(lambda: len(bench.outcomes) == 9)
-    assert [n for n in bench.outcomes if n < 999] == [4, 5, 6, 7, *range(4)]
-    assert all((bench.outcomes[n].grammar is None) == (n < 4) for n in range(8))
+    bench.until(lambda: len(bench.outcomes) == 5)
+    assert [n for n in bench.outcomes if n < 999] == [4, 5, 6, 7]
+    assert all(bench.outcomes[n].grammar is not None for n in range(4, 8))
 
 
 def test_only_so_many_slow_ones_wait(begin: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_SLOW", 1)
-    bench = begin("child_at_par", wall_seconds=60.0, cpu_seconds=0.5)
+    # None ends before all have been found slow.
+    bench = begin("child_at_par", wall_seconds=60.0, cpu_seconds=3.0)
     bench.works()
     for number in range(5):
         bench.compiler.put(number, bad("endless"))
