@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -20,9 +21,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sapwood.kernels.toolkit import complete
+from sapwood.kernels import toolkit
 
 INSTALL = "pip install 'sapwood[cuda]'"
+_log = logging.getLogger("sapwood")
 
 _LEAST, _BEYOND = (0, 7, 4), (0, 8, 0)
 """The versions whose functions are called here as they are: those before want a larger workspace, and a next
@@ -134,8 +136,11 @@ def load_flashinfer(found: Versions | None = None) -> ModuleType:
     found = found or versions_found()
     if (problem := found.problem() or _tools_problem(found)) is not None:
         raise _Unfit(problem, found)
-    if not found.compiled:
-        complete()
+    if not found.compiled and (lacking := toolkit.complete()):
+        _log.warning(
+            "FlashInfer's kernels may not compile: %s is found neither in the CUDA toolkit nor beside torch",
+            ", ".join(lacking),
+        )
     try:
         module = importlib.import_module("flashinfer")
     except _BROKEN as e:
@@ -216,11 +221,10 @@ def _tools_problem(found: Versions) -> str | None:
         if folder is None:
             return "FlashInfer compiles its kernels with ninja: pip install ninja"
         os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
-    compiler, *_options = os.environ.get("CXX", "").split() or ["c++"]
-    if shutil.which(compiler) is None:
+    if shutil.which(toolkit.compiler()) is None:
         return (
-            f"FlashInfer compiles its kernels with a C++ compiler, and there is no {compiler}: install one "
-            "(apt install g++), or name it in CXX"
+            "FlashInfer compiles its kernels with a C++ compiler, and there is no "
+            f"{toolkit.compiler()}: install one (apt install g++), or name it in CXX"
         )
     return None
 

@@ -19,15 +19,17 @@ def complete() -> list[str]:
     and LIBRARY_PATH of its environment, and return what is nowhere. Where nothing lacks nothing is changed.
     """
     home = _home()
-    lacking = [] if shutil.which(_compiler()) else [_compiler()]
+    lacking = [] if shutil.which(compiler()) else [compiler()]
     lacking += [name for name in HEADERS if not _has(home, name) and not _found_header(name)]
-    for name, places in (("cudart", _packaged("lib", "libcudart.so*")), ("cuda", _driver())):
+    own = [path for pattern in ("lib", "targets/*/lib") for path in home.glob(f"{pattern}/libcudart.so*")]
+    for name, places in (("cudart", own or _packaged("lib", "libcudart.so*")), ("cuda", _driver())):
         if not _linkable(home, name) and not _link(name, places):
             lacking.append(f"lib{name}.so")
     return lacking
 
 
-def _compiler() -> str:
+def compiler() -> str:
+    """That of C++, as FlashInfer calls it."""
     return (os.environ.get("CXX", "").split() or ["c++"])[0]
 
 
@@ -75,7 +77,7 @@ def _linkable(home: Path, name: str) -> bool:
     file = f"lib{name}.so"
     if any((folder / file).exists() for folder in (home / "lib64", home / "lib64/stubs")):
         return True
-    command = [_compiler(), f"-print-file-name={file}"]
+    command = [compiler(), f"-print-file-name={file}"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):

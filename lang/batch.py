@@ -55,6 +55,8 @@ class Batch:
         if self._backend is not None and len(items) > 1:
             self._prefix = self._traced(self._backend)
         self._cells = [Cell() for _ in items]
+        self._left = False
+        """Before it began, by an interrupt."""
 
     def _traced(self, backend: Backend) -> Segments:
         """What the first and the last item begin with, and the others most likely too: the program's own code
@@ -120,12 +122,15 @@ class Batch:
             self._host.wait(self._begin(begun))
             yield
         except BaseException:
+            self._left = True
             self._host.call(lambda: [task.cancel() for task in begun])
             raise
         finally:
             self._host.wait(_over(begun))
 
     async def _begin(self, begun: list[asyncio.Task[None]]) -> None:
+        if self._left:
+            return
         task = asyncio.ensure_future(self._work())
         task.add_done_callback(self._give_up)
         begun.append(task)

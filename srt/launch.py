@@ -136,6 +136,9 @@ class Launcher:
         self._replaces = self._config.restart_worker
         self._begun = self._scheduler_ready()
         serve = self._summary()
+        if serve.device == "cuda":
+            # All is sized for it: a worker that is replaced must not be one on the CPU, if the GPU has gone.
+            self._config = self._config.only_on("cuda")
         self._tell("server", serve)
         return serve
 
@@ -296,8 +299,6 @@ class Launcher:
             )
         self._replaced.append(now)
         ranks = self._named("worker")
-        # Not on the CPU if the GPU has gone: all is sized for the device, and it would take for ever.
-        self._config = self._config.only_on(self._summary().device)
         self._children = [c for c in self._children if c not in ranks]
         for rank in ranks:
             # Not politely: whom the launcher hangs up on takes the folder of the sockets along.

@@ -126,7 +126,7 @@ class OfflineRuntime:
         self.soon(self.service.client.fail_all, error.info())
 
     def _begun_anew(self, serve: Serve) -> None:
-        self.service.take(serve)
+        self.service.max_request_tokens = serve.max_request_tokens
         with contextlib.suppress(Unavailable):
             self.submit(shared_prefixes.compute_again(self.service, self._prefixes))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 from typing import BinaryIO
@@ -12,7 +14,7 @@ from typing import BinaryIO
 from sapwood.srt.errors import ConfigError
 
 PREFIX = "sapwood-"
-OWNER = "owner"
+OWNER = ".sapwood-launcher"
 """The file in it that its launcher holds locked: once it is not, nobody uses the folder any more."""
 MAX_SOCKET_PATH = 107
 """Bytes, of the kernel."""
@@ -26,44 +28,52 @@ class SocketFolder:
     """
 
     def __init__(self) -> None:
-        parent = tempfile.gettempdir()
-        _sweep(Path(parent))
         try:
+            parent = Path(tempfile.gettempdir())
             self.path = tempfile.mkdtemp(prefix=PREFIX)
-            # Locked before it has its name, so that nobody finds it and thinks it left.
-            begun = Path(self.path, OWNER + ".new")
-            self._owner = begun.open("wb")
-            fcntl.flock(self._owner, fcntl.LOCK_EX)
-            begun.rename(Path(self.path, OWNER))
         except OSError as e:
-            raise ConfigError(f"cannot make a folder for sockets in {parent}: {e}; set TMPDIR") from None
+            raise ConfigError(f"cannot make a folder for sockets: {e}; set TMPDIR") from None
+        self._owner = _claim(Path(self.path))
         if len(os.fsencode(self.path)) + 1 + len(LONGEST_NAME) > MAX_SOCKET_PATH:
             self.remove()
             raise ConfigError(
                 f"the folder for temporary files is too deep for sockets (at most {MAX_SOCKET_PATH} bytes): "
                 f"{self.path}; set TMPDIR to a shorter one"
             )
+        with contextlib.suppress(OSError):
+            for owner in parent.glob(f"{PREFIX}*/{OWNER}"):
+                _remove_if_left(owner)
 
     def remove(self) -> None:
         """Remove it and all that is in it. May be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._owner.close()
+        if self._owner is not None:
+            self._owner.close()
 
 
-def _sweep(parent: Path) -> None:
-    for owner in parent.glob(f"{PREFIX}*/{OWNER}"):
-        try:
-            if owner.parent.is_symlink() or owner.stat().st_uid != os.getuid():
-                continue
-            with owner.open("rb") as file:
-                _remove_if_left(file, owner.parent)
-        except OSError:  # it is removed just now, or none of ours
-            continue
-
-
-def _remove_if_left(owner: BinaryIO, folder: Path) -> None:
+def _claim(folder: Path) -> BinaryIO | None:
+    """The file that is locked now. None where there are no locks, or no room: then the folder stays if its
+    launcher is killed."""
+    # Locked before it has its name, so that nobody finds it and thinks it left.
+    begun = folder / f"{OWNER}.new"
     try:
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(begun.open("wb"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            begun.rename(folder / OWNER)
+            stack.pop_all()
+            return file
+    except OSError:
+        return None
+
+
+def _remove_if_left(owner: Path) -> None:
+    folder = owner.parent
+    with contextlib.suppress(OSError):  # it is locked, or has been removed just now
+        found = folder.lstat()
+        # Nobody else can have put anything into it then.
+        private = stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
+        if private and found.st_uid == os.getuid():
+            with owner.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)

@@ -7,12 +7,12 @@ A model of Llama 3.1 8B's shape with random weights in bf16, behind the worker's
 given Steps as the scheduler gives them. Decode is a share of the reading that was measured on the spot (bytes
 of weights and of K and V that a step must read), prefill of the matmul rate. A part that fails, hangs or does
 not fit the time is told as such, and the others go on in a new process. Kernels of FlashInfer that do not
-compile are done without, and the table says so; without those of decode, or all of FlashInfer, attention is
-torch's SDPA over gathered KV, with FlashInfer the baseline. What is compiled is kept: call `--only kernels`
-before, with `--limit kernels=600 --seconds 700`, and nothing is cut. `--flashinfer-from` is a folder that is
-put first on the path, for where only a part of the wheel can be brought along. Needs torch, numpy, msgspec,
-llguidance and, for tests/gpu, pytest and the C++ kernels: `python setup.py build_ext --inplace` (g++,
-pybind11). docs/gpu.md says what FlashInfer needs to compile.
+compile are done without, and the table says so; without those of decode or of short prefills, or all of
+FlashInfer, attention is torch's SDPA over gathered KV, with FlashInfer the baseline. What is compiled is
+kept: call `--only kernels` before, with `--limit kernels=600 --seconds 700`, and nothing is cut.
+`--flashinfer-from` is a folder that is put first on the path, for where only a part of the wheel can be
+brought along. Needs torch, numpy, msgspec, llguidance and, for tests/gpu, pytest and the C++ kernels:
+`python setup.py build_ext --inplace` (g++, pybind11). docs/gpu.md says what FlashInfer needs to compile.
 
 `--dry-run` runs every part on a CPU that stands in for a GPU, with a tiny model of the same architecture and
 the tests' double of FlashInfer: it shows that the script works, and nothing else.

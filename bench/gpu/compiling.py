@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
@@ -35,6 +36,8 @@ LOST = {
     "norms": OPS, "rotation, store": OPS, "gate": OPS, "filters": OPS, SINGLE: SINGLE,
 }  # fmt: skip
 """What is done without where one of these fails."""
+JOBS = 4
+"""Compilers that each of the tests' modules may have at once, as tests are measured meanwhile."""
 
 
 def kernels(here: Here) -> None:
@@ -48,22 +51,21 @@ def kernels(here: Here) -> None:
     alone = replace(spec, q_heads=spec.kv_heads)
     calls = _attention(here, flashinfer, spec, BF16)
     calls[SINGLE] = _attention(here, flashinfer, alone, BF16)["decode"]
-    lost = _side_by_side(here, flashinfer, _layer(here, flashinfer) | calls)
-    if ATTENTION in lost:
-        raise RuntimeError("attention has no kernels")
-    here.place.without |= lost
+    _compile(here, flashinfer, _layer(here, flashinfer) | calls)
 
 
 def attention_kernels(here: Here, kv_dtype: torch.dtype) -> None:
-    """Those for a pool of another type, if there is FlashInfer."""
+    """Those for a pool of another type, if there is FlashInfer. Raises RuntimeError as `kernels` does."""
     if (flashinfer := here.place.flashinfer()) is not None:
-        spec = spec_of(here.sizes.config)
-        if lost := _side_by_side(here, flashinfer, _attention(here, flashinfer, spec, kv_dtype)):
-            raise RuntimeError(f"there are no kernels for {', '.join(lost)}")
+        calls = _attention(here, flashinfer, spec_of(here.sizes.config), kv_dtype)
+        if CASCADE in here.place.without:
+            del calls["cascade"]
+        _compile(here, flashinfer, calls)
 
 
 def of_the_tests(here: Here) -> None:
-    """Those that tests/gpu has beside the model's, all side by side."""
+    """Those that tests/gpu has beside the model's, as many at once as leave room for the tests: each call has
+    a workspace on the device, and each of its modules up to JOBS compilers."""
     flashinfer, calls = here.place.flashinfer(), dict[str, Call]()
     spec = replace(spec_of(here.sizes.config), q_heads=8, kv_heads=2)
     for kv_dtype in (BF16, FP8):
@@ -72,11 +74,20 @@ def of_the_tests(here: Here) -> None:
                 kind = replace(spec, head_dim=head_dim, q_heads=q_heads, windows=(window,))
                 made = _attention(here, flashinfer, kind, kv_dtype)
                 calls |= {f"{name}, {kv_dtype}, {head_dim}, {window}, {q_heads}": made[name] for name in made}
-    _side_by_side(here, flashinfer, calls)
+    _side_by_side(here, flashinfer, calls, max(2, (os.cpu_count() or 2) // JOBS))
 
 
-def _side_by_side(here: Here, flashinfer: Any, calls: dict[str, Call]) -> set[str]:
-    """What is lost of these. Raises RuntimeError if not all have ended in the time that there is."""
+def _compile(here: Here, flashinfer: Any, calls: dict[str, Call]) -> None:
+    """What is lost of these is done without. Raises RuntimeError where that is attention."""
+    lost = _side_by_side(here, flashinfer, calls, len(calls))
+    if ATTENTION in lost:
+        raise RuntimeError("attention has no kernels")
+    here.place.without |= lost
+
+
+def _side_by_side(here: Here, flashinfer: Any, calls: dict[str, Call], most: int) -> set[str]:
+    """What is lost of these, `most` at a time. Raises RuntimeError if not all have ended in the time that
+    there is."""
     compiled: dict[str, list[str]] = {}
 
     def log(line: str) -> None:
@@ -90,7 +101,7 @@ def _side_by_side(here: Here, flashinfer: Any, calls: dict[str, Call]) -> set[st
         return time.perf_counter() - start
 
     lost: set[str] = set()
-    pool = ThreadPoolExecutor(len(calls))
+    pool = ThreadPoolExecutor(min(len(calls), most))
     with jit_progress(flashinfer, log, every=1000.0):
         open_ = {pool.submit(timed, name, work): name for name, work in calls.items()}
         try:
@@ -103,7 +114,7 @@ def _side_by_side(here: Here, flashinfer: Any, calls: dict[str, Call]) -> set[st
                 lost |= _lost(here, name, "not compiled in time")
             raise RuntimeError(f"not compiled in time: {', '.join(open_.values())}") from None
         finally:
-            pool.shutdown(wait=False)
+            pool.shutdown(wait=False, cancel_futures=True)
     return lost
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from bench.gpu.compiling import JOBS
 from bench.gpu.here import Here
 from bench.gpu.place import NotHere
 from bench.gpu.watch import die_with_parent
@@ -120,7 +121,9 @@ def _compiling(here: Here) -> Iterator[None]:
     if here.place.plain or versions_found().compiled:
         yield
         return
-    with _grouped([sys.executable, "-m", "bench.gpu.compiling"], os.environ, sys.stderr):
+    # Without a limit ninja takes a compiler a core, for each module.
+    limited = {"MAX_JOBS": str(JOBS), **os.environ}
+    with _grouped([sys.executable, "-m", "bench.gpu.compiling"], limited, sys.stderr):
         yield
 
 

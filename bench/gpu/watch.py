@@ -25,6 +25,8 @@ START = 60.0
 """Seconds for a process to import torch, and find the device."""
 ENDING = 2.0
 """Seconds in which a process that has closed its end of the pipe is gone."""
+KILLING = 5.0
+"""Seconds for what is killed to be gone: what hangs in a driver never is."""
 LEAST = 20.0
 """Seconds left with which another process is worth starting."""
 
@@ -162,7 +164,8 @@ class Crew:
 
     def _take(self, name: str, row: Row) -> None:
         self.outcomes[name].rows.append(row)
-        if "lost" in row:
+        # What fp8 lacks, the others had.
+        if "lost" in row and name == "kernels":
             self.without.setdefault(row["lost"], row["what"])
         self._seen(name, row)
 
@@ -213,13 +216,17 @@ class _Child:
         return "failed", f"the process ended with {code}"
 
     def kill(self) -> None:
-        """End it, and what it has started."""
-        while found := _of_session(self._process.pid):
+        """End it, and what it has started, as far as that is to be seen (on Linux), and can be ended."""
+        until = time.monotonic() + KILLING
+        self._process.kill()
+        while (found := _of_session(self._process.pid)) and time.monotonic() < until:
             for pid in found:
-                with contextlib.suppress(ProcessLookupError):
+                # The number of a session that is over may be another one's.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(until - time.monotonic(), 0.1))
         self._selector.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -236,7 +243,9 @@ def _of_session(session: int) -> list[int]:
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _parent, _group, its, *_more = file.read_text().rpartition(") ")[2].split()
+            # A name is cut after 15 bytes, within a character maybe.
+            text = file.read_text(encoding="utf-8", errors="replace")
+            state, _parent, _group, its, *_more = text.rpartition(") ")[2].split()
             if int(its) == session and state not in "ZX":
                 found.append(int(file.parent.name))
     return found

@@ -52,6 +52,8 @@ LOOK_SECONDS = 0.01
 """At least, between two looks at what a fork has computed."""
 LATE_SECONDS = 0.1
 """For which a fork whose time is over may still die of it. At low priority that may take it long."""
+MOST_DYING = 4
+"""So many are not waited for: each may still have its memory."""
 
 
 class Setup(msgspec.Struct, array_like=True):
@@ -177,7 +179,8 @@ class _Forks:
 
     def _give_up(self) -> None:
         """Tell the ends of those whose time is over, and wait for none to be dead: others wait for that."""
-        for fork in [fork for fork in self._running.values() if self._time(fork) <= 0]:
+        over = [fork for fork in self._running.values() if self._time(fork) <= 0]
+        for fork in over[: MOST_DYING - len(self._dying)]:
             os.kill(fork.pid, signal.SIGKILL)
             self._dying[fork.pipe] = self._running.pop(fork.number)
             self._tell(Ended(fork.number, fork.seconds(), None, signal.SIGALRM))

@@ -157,7 +157,7 @@ class Compiler:
             if run.lowered and not run.slow and slow < SLOW_LANES:
                 run.slow = True
                 slow += 1
-        # What has been stopped holds its place until it is gone.
+        # What has been stopped holds its place until it is gone, or at least until its time is over.
         quick = sum(not run.slow for run in self._running.values())
         while self._quick and quick < self._lanes:
             self._begin(self._quick.take(), slow=False)

@@ -30,7 +30,8 @@ def device_matrix(
             sent = piece if piece.device.type == device.type else _pinned(piece)
             if piece.dtype is not dtype:
                 sent = sent.to(device, non_blocking=True)  # a copy that converts does so where it comes from
-                _require_held(sent, part, dtype)
+            if dtype is torch.float16:
+                _require_held(sent, part)
             # torch keeps pinned memory until the copies from it are done.
             place.copy_(sent, non_blocking=True)
     return matrix
@@ -41,9 +42,9 @@ def _pinned(piece: Tensor) -> Tensor:
     return torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True).copy_(piece)
 
 
-def _require_held(rows: Tensor, part: Part, dtype: torch.dtype) -> None:
-    largest = torch.finfo(dtype).max
-    if dtype is torch.float16 and not float(rows.abs().max()) <= largest:
+def _require_held(rows: Tensor, part: Part) -> None:
+    largest = torch.finfo(torch.float16).max
+    if not float(rows.abs().max()) <= largest:
         raise ModelError(
             f"{part} holds values beyond {largest:g}, the largest of float16: use --dtype bfloat16"
         )

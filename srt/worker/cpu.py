@@ -95,10 +95,8 @@ def load(config: Config, source: ModelSource, group: Group) -> Loaded:
     forward: Callable[[Batch], torch.Tensor] = (
         FusedForward(decoder, pool, slot_table) if fused else OpByOp(decoder, pool, slot_table, backend)
     )
-    if group.rank == 0 and config.device == "auto" and torch.version.cuda is not None:
-        _log.warning("no GPU is used: %s", why_cpu(config))
     facts = {
-        "device": f"cpu ({why_cpu(config)})",
+        "device": _device(config, group),
         "weights": f"{weights.summary()}, {why_stored}",
         "kernels": f"{isa}, {threads} threads ({why_threads})",
         "kv pool": f"{num_slots} slots of {each} bytes ({kv_dtype}), {why}".replace("torch.", ""),
@@ -117,6 +115,14 @@ def choose_threads(config: Config, ranks: int) -> tuple[int, str]:
     if config.num_threads is not None:
         return config.num_threads, f"as asked; chosen would be {threads}"
     return threads, why
+
+
+def _device(config: Config, group: Group) -> str:
+    """What runs the model, and why; a torch for GPUs that sees none is warned of."""
+    why = why_cpu(config)
+    if group.rank == 0 and config.device == "auto" and torch.version.cuda is not None:
+        _log.warning("no GPU is used: %s", why)
+    return f"cpu ({why})"
 
 
 def _load(

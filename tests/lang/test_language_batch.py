@@ -173,6 +173,27 @@ def test_an_interrupt_while_a_batch_begins_cancels_it_too(monkeypatch: pytest.Mo
     assert len(backend.ended) == 3
 
 
+def test_an_interrupt_before_a_batch_begins_leaves_nothing_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Echo(delay=lambda call: 60 if isinstance(call, Generate) else 0)
+    wait, waits = loop.Host.wait, itertools.count()
+
+    def interrupted(host: loop.Host, work: Coroutine[Any, Any, Any]) -> Any:
+        if next(waits):
+            return wait(host, work)
+        busy = threading.Event()
+        host.call(busy.wait)
+        future = asyncio.run_coroutine_threadsafe(work, host.loop)
+        future.cancel()
+        threading.Timer(0.1, busy.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.Host, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answer_async.run_batch(questions(2), backend=backend)
+    assert (backend.cancelled, backend.running) == ([], 0)
+    assert not any(isinstance(call, Generate) for call in backend.ended)
+
+
 def test_wrong_arguments_are_errors_before_anything_runs(echo: Echo) -> None:
     items: list[Any] = [[{"q": "x"}, {}], [{"p": "x"}], [("x", "y", "z")], ["xy"], [{"q": "x"}, ()]]
     for wrong in items:

@@ -22,6 +22,7 @@ from bench.gpu.__main__ import Bench, main, parsed
 from bench.gpu.parts import (
     ATTENTION,
     BACKEND,
+    FA3,
     NAMES,
     OPS,
     RAN,
@@ -187,6 +188,13 @@ def test_a_kernel_that_is_lost_is_done_without_and_flashinfer_is_kept() -> None:
     assert not runs.plain
     assert outcomes(runs)["kernels"][0] == "failed"
     assert outcomes(runs)["model"] == outcomes(runs)["decode"] == ("done", None)
+
+
+def test_what_is_lost_in_8_bits_is_not_told_of_all() -> None:
+    runs = crew({"fp8": [f"lost {FA3}", "fail"]})
+    runs.run(["found", "kernels", "fp8"])
+    assert len(runs.outcomes["fp8"].rows) == 1
+    assert runs.without == {}
 
 
 @pytest.mark.parametrize("words", [[f"lost {ATTENTION}", f"lost {OPS}", "fail"], [f"lost {OPS}", "hang"]])

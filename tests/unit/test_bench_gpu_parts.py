@@ -122,6 +122,29 @@ def test_a_kernel_that_fails_takes_no_other_with_it(name: str, monkeypatch: pyte
     assert all("fatal error: curand.h" in row["what"] and len(row["what"]) < REASON for row in lost)
 
 
+@pytest.mark.usefixtures("_gradients")
+def test_fp8_does_without_what_it_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, called = {"MultiLevelCascadeAttentionWrapper"}, list[str]()
+
+    def broken(name: str) -> None:
+        called.append(name)
+        if name in bad:
+            raise RuntimeError("it does not compile")
+
+    counting(monkeypatch, broken)
+    rows: list[dict[str, Any]] = []
+    here = here_of(rows)
+    measures.fp8(here)
+    assert here.place.without == {CASCADE}, "what is lost only here"
+    called.clear()
+    measures.fp8(here)
+    assert "MultiLevelCascadeAttentionWrapper" not in called, "it failed before"
+    assert rows[-1]["what"].endswith(", W8A8, fp8 KV")
+    bad.add("BatchDecodeWithPagedKVCacheWrapper")
+    with pytest.raises(RuntimeError, match="attention has no kernels"):
+        measures.fp8(here)
+
+
 def test_kernels_that_take_too_long_are_told_and_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = threading.Event()
     counting(monkeypatch, lambda name: name != "silu_and_mul" or not slow.wait(30) or None)  # type: ignore[arg-type]

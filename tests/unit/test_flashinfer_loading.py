@@ -36,7 +36,7 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         program(folder / name)
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(loading, "complete", list)
+    monkeypatch.setattr(loading.toolkit, "complete", list)
     return folder
 
 

@@ -74,18 +74,8 @@ def make_device_runner(
     if config.deterministic:  # nor may partial sums of a product be rounded to 16 bits
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    dtype = activations(config, source.config)
+    dtype, kv_dtype = _types(config, source, site)
     device = site.accelerator.device
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
-    if site.ops is not None:
-        whole, group = spec_of(source.config), site.group
-        require_supported(shard_of(whole, group.rank, group.size).local(whole), dtype, kv_dtype)
-    if spec_of(source.config).vocab > MAX_VOCAB:
-        raise ConfigError(
-            f"the model's vocabulary of {spec_of(source.config).vocab} tokens is beyond the {MAX_VOCAB} that "
-            "are sampled from on a GPU: use --device cpu",
-            param="device",
-        )
     ops = DeviceOps(device, dtype, site.ops, "fp8" if config.quantization == "fp8" else "none")
     decoder = within_memory(
         "the weights",
@@ -112,6 +102,22 @@ def make_device_runner(
         "attention": "plain torch" if site.attention is None else f"flashinfer {_version(site.attention)}",
     }
     return runner, pool, facts
+
+
+def _types(config: Config, source: ModelSource, site: Site) -> tuple[torch.dtype, torch.dtype]:
+    """Those of activations and of K and V. Raises ConfigError for a model that a GPU cannot run with them."""
+    dtype = activations(config, source.config)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    whole, group = spec_of(source.config), site.group
+    if site.ops is not None:
+        require_supported(shard_of(whole, group.rank, group.size).local(whole), dtype, kv_dtype)
+    if whole.vocab > MAX_VOCAB:
+        raise ConfigError(
+            f"the model's vocabulary of {whole.vocab} tokens is beyond the {MAX_VOCAB} that are sampled from "
+            "on a GPU: use --device cpu",
+            param="device",
+        )
+    return dtype, kv_dtype
 
 
 class _Making:
