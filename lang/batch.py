@@ -117,16 +117,26 @@ class Batch:
     def _running(self) -> Iterator[None]:
         """Around what waits for the items. When it is left, nothing of the batch runs any more."""
         begun: list[asyncio.Task[None]] = []
+
+        def cancel() -> None:
+            for task in begun:
+                task.cancel()
+
         try:
             # An interrupt may come here when the items run already.
             self._host.wait(self._begin(begun))
             yield
         except BaseException:
             self._left = True
-            self._host.call(lambda: [task.cancel() for task in begun])
+            self._host.call(cancel)
             raise
         finally:
-            self._host.wait(_over(begun))
+            try:
+                self._host.wait(_over(begun))
+            except BaseException:  # a second interrupt
+                self._host.call(cancel)
+                self._host.wait(_over(begun))
+                raise
 
     async def _begin(self, begun: list[asyncio.Task[None]]) -> None:
         if self._left:
@@ -151,7 +161,11 @@ class Batch:
                 fill = backend.fill(Fill(segments=self._prefix, program=number))
                 await asyncio.gather(fill, return_exceptions=True)
             left = iter(zip(self._cells, self._arguments, strict=True))
-            await asyncio.gather(*(self._some(left, bar) for _ in range(min(self._limit, len(self._cells)))))
+            some = [self._some(left, bar) for _ in range(min(self._limit, len(self._cells)))]
+            # Cancelled, it waits until all have ended, as it would not without `return_exceptions`.
+            for error in await asyncio.gather(*some, return_exceptions=True):
+                if error is not None:
+                    raise error
         finally:
             bar.close()
             if backend is not None:

@@ -115,7 +115,7 @@ class Child:
         if not said.expected:
             return ProcessDied(f"{self.name} died: {how}", details=said.message)
         if self.ready is None:
-            return ProcessDied(said.message, expected=True)
+            return ProcessDied(said.message, expected=True, code=said.code, param=said.param)
         return ProcessDied(f"{self.name} died: {said.message}")
 
     def kill(self) -> None:

@@ -196,6 +196,12 @@ class ModelError(SapwoodError):
     default_code = "model_load_failed"
 
 
+def at_start(error: ProcessDied) -> SapwoodError:
+    """The same as a ConfigError or ModelError, if that is what a process could not start with."""
+    kind = next((kind for kind in (ConfigError, ModelError) if error.code == kind.default_code), None)
+    return error if kind is None else kind(error.message, param=error.param)
+
+
 _FROM_ELSEWHERE: tuple[type[SapwoodError], ...] = (
     BadRequest, ContextTooLong, ModelNotFound, ProgramNotFound, Conflict, TooLarge, Overloaded, Unavailable,
     ProcessDied, DeadlineExceeded, QueueTimeout,

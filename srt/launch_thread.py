@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from sapwood.srt.config import Config, ModelSource
-from sapwood.srt.errors import ProcessDied, Unavailable
+from sapwood.srt.errors import ProcessDied, Unavailable, at_start
 from sapwood.srt.launch import Interrupted, Launcher
 from sapwood.srt.orders import Serve
 
@@ -46,9 +46,13 @@ class LaunchThread:
         return self._launcher.directory
 
     def launch(self) -> Serve:
-        """Start the processes. Raises ProcessDied if one cannot start; then call `close`."""
+        """Start the processes. If one cannot start raises ConfigError or ModelError where that says what the
+        user can mend, else ProcessDied; then call `close`."""
         self._thread.start()
-        return self._ready.result()
+        try:
+            return self._ready.result()
+        except ProcessDied as e:
+            raise at_start(e) from None
 
     def close(self) -> None:
         """End the processes and the thread. Safe to repeat, in any thread; does nothing in a fork."""

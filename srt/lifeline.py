@@ -115,9 +115,13 @@ class Lifeline:
         settle()
         self._wire.write(Ready(facts or {}, max_request_tokens, device))
 
-    def fatal(self, message: str, expected: bool = False, follows: bool = False) -> None:
-        """Tell why this process cannot go on (see `orders.Fatal`)."""
-        self._wire.write(Fatal(message, expected, follows))
+    def fatal(self, why: str | SapwoodError, expected: bool = False) -> None:
+        """Tell why this process cannot go on (see `orders.Fatal`): a traceback, or an error of ours."""
+        if isinstance(why, SapwoodError):
+            said = Fatal(why.message, True, isinstance(why, RankLost), why.code, why.param)
+        else:
+            said = Fatal(why, expected)
+        self._wire.write(said)
 
     def _beat(self) -> None:
         # The parent's id is watched too: a process forked off the launcher's would hold the socket open.
@@ -180,7 +184,7 @@ def main(argv: list[str]) -> int:
     try:
         importlib.import_module(module).main(lifeline.boot, lifeline)
     except SapwoodError as e:
-        lifeline.fatal(e.message, expected=True, follows=isinstance(e, RankLost))
+        lifeline.fatal(e)
         return FATAL_EXIT
     except Exception:
         lifeline.fatal(traceback.format_exc())

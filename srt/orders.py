@@ -58,11 +58,14 @@ class Serve(Message):
 
 class Fatal(Message):
     """A child cannot go on: the reason, for a person. `expected`: it is the user's to mend (a wrong flag, a
-    broken model file), and no traceback. `follows`: another process is at fault, which has ended before."""
+    broken model file), and no traceback. `follows`: another process is at fault, which has ended before.
+    `code` and `param` are those of the error, if it is one of ours."""
 
     message: str
     expected: bool = False
     follows: bool = False
+    code: str | None = None
+    param: str | None = None
 
 
 class Died(Message):

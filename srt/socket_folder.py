@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +17,8 @@ from sapwood.srt.errors import ConfigError
 PREFIX = "sapwood-"
 OWNER = ".sapwood-launcher"
 """The file in it that its launcher holds locked: once it is not, nobody uses the folder any more."""
+CLAIM_SECONDS = 60.0
+"""Who has not locked it by then was killed."""
 MAX_SOCKET_PATH = 107
 """Bytes, of the kernel."""
 LONGEST_NAME = "worker.63-999"
@@ -41,7 +44,7 @@ class SocketFolder:
                 f"{self.path}; set TMPDIR to a shorter one"
             )
         with contextlib.suppress(OSError):
-            for owner in parent.glob(f"{PREFIX}*/{OWNER}"):
+            for owner in parent.glob(f"{PREFIX}*/{OWNER}*"):
                 _remove_if_left(owner)
 
     def remove(self) -> None:
@@ -76,4 +79,6 @@ def _remove_if_left(owner: Path) -> None:
         if private and found.st_uid == os.getuid():
             with owner.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if owner.name != OWNER and time.time() - os.fstat(file.fileno()).st_mtime < CLAIM_SECONDS:
+                    return  # whoever makes it is about to lock it
                 shutil.rmtree(folder, ignore_errors=True)

@@ -11,11 +11,12 @@ compile are done without, and the table says so; without those of decode or of s
 FlashInfer, attention is torch's SDPA over gathered KV, with FlashInfer the baseline. What is compiled is
 kept: call `--only kernels` before, with `--limit kernels=600 --seconds 700`, and nothing is cut.
 `--flashinfer-from` is a folder that is put first on the path, for where only a part of the wheel can be
-brought along. Needs torch, numpy, msgspec, llguidance and, for tests/gpu, pytest and the C++ kernels:
-`python setup.py build_ext --inplace` (g++, pybind11). docs/gpu.md says what FlashInfer needs to compile.
+brought along. Needs torch, numpy, msgspec, llguidance and, for tests/gpu, pytest, hypothesis and the C++
+kernels: `python setup.py build_ext --inplace` (g++, pybind11). docs/gpu.md says what FlashInfer needs to
+compile.
 
-`--dry-run` runs every part on a CPU that stands in for a GPU, with a tiny model of the same architecture and
-the tests' double of FlashInfer: it shows that the script works, and nothing else.
+`--dry-run` runs every part but the profile on a CPU that stands in for a GPU, with a tiny model of the same
+architecture and the tests' double of FlashInfer: it shows that the script works, and nothing else.
 """
 
 from __future__ import annotations

@@ -51,8 +51,9 @@ class Run:
 def tests(here: Here) -> None:
     """On a GPU without those that can be done anywhere. Counts go by pytest's lines, so that a run that is
     cut short has them too."""
-    if importlib.util.find_spec("pytest") is None:
-        raise NotHere("pytest is not installed")
+    for package in ("pytest", "hypothesis"):  # which tests/conftest.py imports
+        if importlib.util.find_spec(package) is None:
+            raise NotHere(f"{package} is not installed")
     here.close()  # what it takes of the memory, the tests may need
     if importlib.util.find_spec("sapwood.kernels._C") is None:
         here.row("no C++ kernels (python setup.py build_ext --inplace): what needs them is skipped", None)

@@ -181,8 +181,8 @@ class _Clients:
             yield
         finally:
             self._forget()
-            for shard in (*self.long.shards, *self.brief.shards):
-                await shard.client.aclose()
+            for lane in (self.long, self.brief):
+                await lane.aclose()
 
     async def aclose(self) -> None:
         if self._life is not None:
@@ -200,25 +200,43 @@ class _Lane:
         self.shards: list[_Shard] = []
         self._options = options
         self._free = asyncio.Semaphore(connections)
+        self._closing: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[httpx.AsyncClient]:
         async with self._free:
-            shard = next((s for s in self.shards if s.busy < SHARD), None)
+            shard = next((s for s in self.shards if s.busy < SHARD and not s.spoilt), None)
             if shard is None:
                 shard = _Shard(httpx.AsyncClient(**self._options))
                 self.shards.append(shard)
             shard.busy += 1
             try:
                 yield shard.client
+            except BaseException as e:
+                # A connection whose end is cancelled stays taken for ever in httpcore.
+                shard.spoilt = shard.spoilt or not isinstance(e, Exception)
+                raise
             finally:
                 shard.busy -= 1
+                if shard.spoilt and not shard.busy:
+                    self.shards.remove(shard)
+                    closing = asyncio.ensure_future(shard.client.aclose())
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        for shard in self.shards:
+            await shard.client.aclose()
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
 
 class _Shard:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client
         self.busy = 0
+        self.spoilt = False
+        """Not used again: its client may have lost a connection."""
 
 
 async def sse(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

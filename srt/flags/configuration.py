@@ -10,9 +10,9 @@ _PREFACE = (
     "Every flag of `sapwood serve`, made by `python -m sapwood.srt.flags.configuration` from the fields of",
     "srt/config.py. `--chunked-prefill-size 512` is `SAPWOOD_CHUNKED_PREFILL_SIZE=512` as an environment",
     "variable, and `sapwood.Engine(chunked_prefill_size=512)` in Python. A flag wins over its variable; a",
-    "switch has a `--no-` form too. Lengths are in tokens, times in seconds. A flag may be given once; `_`",
-    "counts as `-`; `8k` is 8000 and `8K` is 8192. What the flags of SGLang and vLLM do here is in",
-    "[flags.md](flags.md).",
+    "switch has a `--no-` form too. Lengths are in tokens, times in seconds. A flag that is given twice",
+    "must say the same; `_` counts as `-`; `8k` is 8000 and `8K` is 8192. What the flags of SGLang and vLLM",
+    "do here is in [flags.md](flags.md).",
 )
 
 

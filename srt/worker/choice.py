@@ -48,8 +48,11 @@ def choose(config: Config, gpus: int | None = None) -> Choice:
     for name, values in (_GPU_ONLY if device == "cpu" else _CPU_ONLY).items():
         value = getattr(config, name)
         if value in values:
-            other = "a GPU, and there is none" if device == "cpu" else "the CPU: see --device"
-            why = f" ({_no_gpu()})" if device == "cpu" and config.device != "cpu" else ""
+            other, why = "the CPU: see --device", ""
+            if config.device == "cpu":
+                other = "a GPU, and --device is cpu"
+            elif device == "cpu":
+                other, why = "a GPU, and there is none", f" ({_no_gpu()})"
             raise ConfigError(
                 f"--{name.replace('_', '-')} {value} is for {other}{why}",
                 param=name,

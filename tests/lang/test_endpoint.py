@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from httpcore._async.connection_pool import PoolByteStream
 
 from sapwood.lang.backends import http
 from sapwood.lang.backends.endpoint import RuntimeEndpoint
@@ -127,6 +128,30 @@ def test_connections_end_with_the_endpoint_on_a_loop_that_goes_on(server: Web) -
         assert not asyncio.run(main())
         gc.collect()
     assert [str(one.message) for one in said if one.category is ResourceWarning] == []
+
+
+def test_cancelled_requests_take_no_connection_along(server: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor those that are cancelled while theirs is given back, which httpcore then takes for used for ever."""
+    server.handler = echo
+    endpoint = RuntimeEndpoint(server.url)
+    given_back = PoolByteStream.aclose
+
+    async def cancelled(stream: PoolByteStream) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await given_back(stream)
+
+    async def ask() -> None:
+        monkeypatch.setattr(PoolByteStream, "aclose", cancelled)
+        asking = [asyncio.create_task(endpoint.post("/generate", {})) for _ in range(http.SHARD)]
+        for error in await asyncio.gather(*asking, return_exceptions=True):
+            assert isinstance(error, asyncio.CancelledError)
+        monkeypatch.undo()
+        answers = asyncio.gather(*(endpoint.post("/generate", {}) for _ in range(http.SHARD)))
+        assert len(await asyncio.wait_for(answers, 20)) == http.SHARD
+
+    asyncio.run(ask())
 
 
 def test_a_thousand_requests_run_at_the_same_time() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import sapwood as sgl
-from sapwood.lang import loop
+from sapwood.lang import batch, loop
 from sapwood.lang.backend import Call, Fill, Generate, Text
 from sapwood.lang.backends.echo import Echo
 
@@ -149,6 +149,47 @@ def test_leaving_the_iterator_early_cancels_the_rest() -> None:
     states.close()  # type: ignore[attr-defined]
     assert (len(backend.cancelled), backend.running) == (1, 0)
     assert len(backend.ended) == 3
+
+
+def test_what_is_cancelled_has_ended_when_the_batch_is_left() -> None:
+    """Those that take long to end, too."""
+    begun, ended = asyncio.Event(), []
+
+    @sgl.function
+    async def lasting(s: sgl.AsyncState, number: int) -> None:
+        if number == 0:
+            await begun.wait()
+            return
+        if number == 3:
+            begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(number / 10)
+            ended.append(number)
+
+    states = lasting.run_batch([{"number": i} for i in range(4)], generator_style=True, backend=Echo())
+    next(states)
+    states.close()  # type: ignore[attr-defined]
+    assert ended == [1, 2, 3]
+
+
+def test_a_second_interrupt_cancels_what_the_first_one_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while the end is waited for."""
+    backend = Echo(delay=lambda call: 60 if isinstance(call, Generate) else 0)
+    wait, waits = loop.Host.wait, itertools.count()
+
+    def interrupted(host: loop.Host, work: Coroutine[Any, Any, Any]) -> Any:
+        if next(waits) != 1:
+            return wait(host, work)
+        work.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.Host, "wait", interrupted)
+    monkeypatch.setattr(batch, "blocking", lambda *_: None)  # as if all had been done
+    with pytest.raises(KeyboardInterrupt):
+        answer_async.run_batch(questions(2), backend=backend)
+    assert backend.running == 0
 
 
 def test_an_interrupt_while_a_batch_begins_cancels_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

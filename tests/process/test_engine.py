@@ -434,6 +434,12 @@ def own_pids(engine: Engine) -> set[int]:
     return {c.process.pid for c in engine._runtime._launcher._launcher._children}
 
 
+def test_what_only_the_worker_can_refuse_is_an_error_of_the_configuration(model: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8_e4m3 is for a GPU, and --device is cpu") as e:
+        Engine(model, device="cpu", kv_cache_dtype="fp8_e4m3")
+    assert e.value.param == "kv_cache_dtype"
+
+
 def test_shutting_down_ends_what_runs(own_engine: Engine) -> None:
     mine = own_pids(own_engine)
     folder = Path(own_engine._runtime._launcher.directory)

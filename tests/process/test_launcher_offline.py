@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -181,7 +182,14 @@ def test_folders_of_killed_launchers_are_removed_by_the_next(
     )
     assert left.parent == tmp_path
     assert left.exists()
+    claiming, claimed = tmp_path / "sapwood-new", tmp_path / "sapwood-old"
+    for folder in (claiming, claimed):
+        folder.mkdir(mode=0o700)
+        (folder / ".sapwood-launcher.new").touch()
+    os.utime(claimed / ".sapwood-launcher.new", (1, 1))
     after = SocketFolder()
+    assert not claimed.exists()
+    shutil.rmtree(claiming)
     assert {p.name for p in tmp_path.iterdir()} == {Path(f.path).name for f in (lives, after)} | {
         strange.name
     }

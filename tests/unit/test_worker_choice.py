@@ -42,7 +42,11 @@ def test_the_device_and_its_attention(options: dict[str, Any], gpus: int, expect
         ({"device": "cuda"}, 0, "--device cuda: torch .* is built without CUDA: .*sapwood.cuda"),
         ({"attention_backend": "flashinfer"}, 0, "--attention-backend flashinfer is for a GPU, and there is"),
         ({"dtype": "bfloat16"}, 0, "--dtype bfloat16 is for a GPU"),
-        ({"quantization": "fp8", "device": "cpu"}, 1, "--quantization fp8 is for a GPU, and there is none$"),
+        (
+            {"quantization": "fp8", "device": "cpu"},
+            1,
+            "--quantization fp8 is for a GPU, and --device is cpu$",
+        ),
         ({"kv_cache_dtype": "fp8_e4m3"}, 0, "--kv-cache-dtype fp8_e4m3 is for a GPU"),
         ({"quantization": "w8"}, 1, "--quantization w8 is for the CPU: see --device"),
         ({"attention_backend": "cpu"}, 1, "--attention-backend cpu is for the CPU"),
