@@ -131,7 +131,7 @@ def test_connections_end_with_the_endpoint_on_a_loop_that_goes_on(server: Web) -
 
 
 def test_cancelled_requests_take_no_connection_along(server: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor those that are cancelled while theirs is given back, which httpcore then takes for used for ever."""
+    """Nor those that are cancelled as theirs is given back, which httpcore then takes for used for ever."""
     server.handler = echo
     endpoint = RuntimeEndpoint(server.url)
     given_back = PoolByteStream.aclose
