@@ -126,17 +126,12 @@ class Batch:
             # An interrupt may come here when the items run already.
             self._host.wait(self._begin(begun))
             yield
+            self._host.wait(_over(begun))
         except BaseException:
             self._left = True
             self._host.call(cancel)
+            self._host.wait(_over(begun))
             raise
-        finally:
-            try:
-                self._host.wait(_over(begun))
-            except BaseException:  # a second interrupt
-                self._host.call(cancel)
-                self._host.wait(_over(begun))
-                raise
 
     async def _begin(self, begun: list[asyncio.Task[None]]) -> None:
         if self._left:

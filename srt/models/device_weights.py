@@ -30,10 +30,10 @@ def device_matrix(
             sent = piece if piece.device.type == device.type else _pinned(piece)
             if piece.dtype is not dtype:
                 sent = sent.to(device, non_blocking=True)  # a copy that converts does so where it comes from
-            if dtype is torch.float16:
-                _require_held(sent, part)
             # torch keeps pinned memory until the copies from it are done.
             place.copy_(sent, non_blocking=True)
+            if dtype is torch.float16:  # looked at on the device: the host is slow at it
+                _require_held(place if piece.dtype is dtype else sent, part)
     return matrix
 
 

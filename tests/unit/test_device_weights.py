@@ -68,6 +68,8 @@ def test_float16_refuses_what_it_cannot_hold_by_name() -> None:
         DeviceOps(CPU, torch.float16).weight(source, parts)
     held = DeviceOps(CPU, torch.bfloat16).weight(source, parts)
     assert held.data[13, 3] == 70144.0
+    with pytest.raises(ModelError, match=r"^large holds values beyond 65504"):
+        DeviceOps(CPU, torch.float16).weight(made(large=large.half()), [Part("large")])
 
 
 def test_embedding_and_head_keep_their_16_bits() -> None:
